@@ -27,7 +27,7 @@ TOKENS = {
     "decoding": 9_100,
     "distributed": 9_550,
     "inspection": 7_200,
-    "kaldi": 21_450,
+    "kaldi": 21_300,
     "nn": 26_800,
     "optim": 7_500,
     "recipe": 12_450,

@@ -104,7 +104,7 @@ DATA: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "cut before the record": (cut_ark(0), (U, "feats.ark", "is past the end of the file, which has")),
     "cut in the marker": (cut_ark(1), (U, "feats.ark", "binary marker takes 2 bytes, at most 1 remain")),
     "cut in the type": (cut_ark(4), (U, "feats.ark", "the type of the matrix takes 3 bytes, at most 2 remain")),
-    "cut in the dims": (cut_ark(9), (U, "feats.ark", "the dims of the matrix takes 10 bytes, at most 4 remain")),
+    "cut in the dims": (cut_ark(9), (U, "feats.ark", "the header of the matrix takes 10 bytes, at most 4 remain")),
     "cut before the data": (cut_ark(15), (U, "feats.ark", "20 rows and 4 columns, 320 bytes, at most 0 remain")),
     "cut in the data": (cut_ark(15 + 319), (U, "feats.ark", "20 rows and 4 columns, 320 bytes, at most 319 remain")),
     "offset past the end": (

@@ -26,7 +26,7 @@ from ddnn.kaldi.archive import (
     read_keyed_lines,
     read_scp,
 )
-from ddnn.kaldi.basic_types import open_model, open_stream, reading
+from ddnn.kaldi.basic_types import locating_errors, open_kaldi_file, open_stream
 from ddnn.kaldi.data_dir import read_data_dir, read_text, read_utt2spk
 from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1 import Activation, Component, ParallelComponent
@@ -70,7 +70,7 @@ def describe_path(path: Path) -> Info:
     what, kinds, head = "directory", _DIRECTORIES, b""
     if not path.is_dir():
         what, kinds = "file type", _FILES
-        with open_stream(path).stream as stream, reading(path):
+        with open_stream(path).stream as stream, locating_errors(path):
             head = stream.read(_HEAD_BYTES)
     for names, beginning, kind, describe in kinds:
         match = re.match(beginning, head, re.DOTALL)
@@ -97,7 +97,7 @@ def _matrix(path: Path) -> Fields:
 
 
 def _vector(path: Path) -> Fields:
-    with open_model(path, "a Kaldi vector") as reader:
+    with open_kaldi_file(path, "a Kaldi vector") as reader:
         return {"values": len(reader.float_vector())}
 
 

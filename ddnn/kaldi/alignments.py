@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.kaldi.archive import iterate_int_vectors
-from ddnn.kaldi.basic_types import open_model
+from ddnn.kaldi.basic_types import open_kaldi_file
 from ddnn.kaldi.transition_model import MAX_PDF, read_transition_model
 from ddnn.util.arrays import AnyArray, Float64Array, Int32Array, Int64Array
 from ddnn.util.errors import DataError
@@ -71,13 +71,13 @@ def _read_dir(path: Path, num_pdfs: int | None) -> Alignments:
     ids = range(1, model.num_transition_ids + 1)
     hint = f"final.mdl has the transition-ids 1 to {ids[-1]}; the alignment and final.mdl must come from one alignment "
     hint += "run; run the alignment again"
-    pdfs = _read_records(find_jobs(path, "ali.{}.gz"), "transition-id", ids, hint, model.transition_to_pdf)
+    pdfs = _read_records(job_files(path, "ali.{}.gz"), "transition-id", ids, hint, model.transition_to_pdf)
     if not pdfs:
         raise DataError("there is no alignment in any of ali.*.gz", location=path, hint="run the alignment again")
     return Alignments(pdfs, model.num_pdfs, path)
 
 
-def find_jobs(path: Path, name: str) -> list[Path]:
+def job_files(path: Path, name: str) -> list[Path]:
     """The files of a dir that jobs have written (`name`: "ali.{}.gz"), in the order of their numbers: exactly those that
     `num_jobs` promises. DataError: there is none, one is missing, or there are more."""
     job = re.compile(re.escape(name).replace(r"\{\}", "([1-9][0-9]{0,8})"))
@@ -164,7 +164,7 @@ def write_pdf_counts(path: Path, counts: AnyArray) -> None:
 def read_pdf_counts(path: Path) -> Float64Array:
     """Reads ` [ 5 9 0 ]`, or a binary Kaldi vector: float64 (num_pdfs,), as a count may be a fraction. DataError: the
     file is missing or no such vector, or a count is negative, NaN or Inf."""
-    with open_model(path, "a vector of pdf counts") as reader, np.errstate(invalid="ignore"):  # a signaling NaN
+    with open_kaldi_file(path, "a vector of pdf counts") as reader, np.errstate(invalid="ignore"):  # a signaling NaN
         # Text is read in double precision: counts of silence exceed a float's 24 bits.
         counts: Float64Array = reader.float_vector("pdf counts").astype(np.float64)
         if not reader.binary and reader.peek():

@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,19 +27,18 @@ from ddnn.kaldi import compressed
 from ddnn.kaldi.basic_types import (
     HEADER_BYTES,
     HINT_REMAKE,
-    INT32,
     READ_ERRORS,
     BasicTypeReader,
     BasicTypeWriter,
     MalformedRecordError,
-    MatrixHeader,
     decode_matrix,
     describe_read_error,
+    locating_errors,
     open_stream,
     parse_header,
-    reading,
-    to_floats,
+    to_integers,
 )
+from ddnn.kaldi.compressed import MatrixHeader
 from ddnn.util.arrays import AnyArray, Int32Array
 from ddnn.util.errors import DataError
 from ddnn.util.files import atomic_write, read_bytes_limited
@@ -191,23 +190,14 @@ def _read_matrix(reader: BasicTypeReader) -> AnyArray:
 def _read_int_vector(reader: BasicTypeReader) -> Int32Array:
     """The vector of integers that comes next, int32 (n,): binary, or as text the rest of the line."""
     if not reader.read_marker():
-        return _read_text_integers(reader.read_line())
+        line = reader.read_line()
+        if not line.endswith(b"\n"):
+            raise MalformedRecordError("cut short: no line end after the integers")
+        return to_integers(line)
     count = reader.int32("the length of the vector")
     if count < 0:
         raise MalformedRecordError(f"the header claims {count} integers")
     return reader.int32_block(count, f"a vector of {count} integers")
-
-
-def _read_text_integers(line: bytes) -> Int32Array:
-    if not line.endswith(b"\n"):
-        raise MalformedRecordError("cut short: no line end after the integers")
-    other = line.translate(None, b"0123456789+- \t\n\v\f\r")
-    if other:
-        raise MalformedRecordError(f"expected integers, found {other[:16]!r}")
-    values = np.frombuffer(to_floats(line))  # float64 holds all integers of 32 bits
-    if values.size and not (INT32.min <= values.min() and values.max() <= INT32.max):
-        raise MalformedRecordError(f"expected 32-bit integers, found {values.min():.0f} to {values.max():.0f}")
-    return values.astype(np.int32)
 
 
 def _read_key(reader: BasicTypeReader) -> str | None:
@@ -277,7 +267,7 @@ def _run_pipe(entry: ScpEntry) -> BasicTypeReader:
     return BasicTypeReader.from_bytes(done.stdout)
 
 
-class MatrixReader:
+class MatrixReader(AbstractContextManager["MatrixReader"]):
     """Reads matrices by scp entry; keeps the last file open, as neighboring entries share an archive. A context
     manager. One reader per thread."""
 
@@ -286,9 +276,6 @@ class MatrixReader:
         self._reader: BasicTypeReader | None = None
         self._gzip = False  # whether the open file is one
         self._whole: tuple[tuple[Path, int | None], AnyArray] | None = None
-
-    def __enter__(self) -> MatrixReader:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._close()
@@ -301,9 +288,8 @@ class MatrixReader:
     def shape(self, entry: ScpEntry) -> tuple[int, int]:
         """(rows, columns) of the entry's matrix, its range applied. Reads the header alone, unless the matrix is text.
         DataError: as `read`, but for damage that only shows in the data."""
-        if (found := self._header(entry)) is not None:
-            header: MatrixHeader | None = found[0]
-        else:
+        header, _ = self._header(entry)
+        if header is None:
             header = self._at(entry, lambda reader: reader.matrix_header() if reader.read_marker() else None)
         whole = self._read_whole(entry).shape if header is None else (header.rows, header.columns)
         rows, columns = _ranges(entry, whole)
@@ -333,20 +319,20 @@ class MatrixReader:
         return self._whole[1]
 
     def _read_record(self, entry: ScpEntry) -> AnyArray:
-        if (found := self._header(entry)) is not None:
-            header, start = found
+        header, start = self._header(entry)
+        if header is not None:
             data = self._read_at(header.data_size, start)
             if len(data) == header.data_size:
                 return decode_matrix(header, data)
         return self._at(entry, _read_matrix)
 
-    def _header(self, entry: ScpEntry) -> tuple[MatrixHeader, int] | None:
+    def _header(self, entry: ScpEntry) -> tuple[MatrixHeader | None, int]:
         """The header of the entry's matrix and the byte behind it, where it is a valid binary one with an offset into
         the open archive. None where the stream has to be read, which also says what is wrong."""
         if self._reader is None or self._gzip or entry.path != self._path or entry.offset is None:
-            return None
-        found = parse_header(self._read_at(HEADER_BYTES, entry.offset), self._reader.limit - entry.offset)
-        return None if found is None else (found[0], entry.offset + found[1])
+            return None, 0
+        header, size = parse_header(self._read_at(HEADER_BYTES, entry.offset), self._reader.limit - entry.offset)
+        return header, entry.offset + size
 
     def _read_at(self, size: int, start: int) -> bytes:
         """So many bytes of the open archive, or fewer: one call of the system, past the buffer of the stream."""
@@ -357,39 +343,38 @@ class MatrixReader:
             return b""
 
     def _at(self, entry: ScpEntry, read: Callable[[BasicTypeReader], _T]) -> _T:
-        with reading(entry.location, f"utterance {entry.key}: "):
-            reader = self._find(entry)
+        with locating_errors(entry.location, f"utterance {entry.key}: "):
+            reader = _run_pipe(entry) if entry.path is None else self._open(entry.path)
+            if entry.path is not None:
+                offset = entry.offset or 0
+                if offset >= reader.limit:
+                    size = f"which has {reader.limit} bytes"
+                    raise MalformedRecordError(f"the offset {offset} is past the end of the file, {size}")
+                if entry.offset is not None and self._gzip:
+                    raise MalformedRecordError("the file is a gzip, into which no offset can point")
+                reader.stream.seek(offset)
             value = read(reader)
             if entry.offset is None:
                 reader.verify_checksum()
             return value
 
-    def _find(self, entry: ScpEntry) -> BasicTypeReader:
-        if entry.path is None:
-            return _run_pipe(entry)
-        if entry.path != self._path or self._reader is None:
+    def _open(self, path: Path) -> BasicTypeReader:
+        if path != self._path or self._reader is None:
             self._close()
             try:
-                self._reader = open_stream(entry.path)
+                self._reader = open_stream(path)
             except DataError as error:
                 raise MalformedRecordError(error.message) from error
-            self._path, self._gzip = entry.path, isinstance(self._reader.stream.raw, gzip.GzipFile)
-        reader, offset = self._reader, entry.offset or 0
-        if offset >= reader.limit:
-            size = f"which has {reader.limit} bytes"
-            raise MalformedRecordError(f"the offset {offset} is past the end of the file, {size}")
-        if entry.offset is not None and self._gzip:
-            raise MalformedRecordError("the file is a gzip, into which no offset can point")
-        reader.stream.seek(offset)
-        return reader
+            self._path, self._gzip = path, isinstance(self._reader.stream.raw, gzip.GzipFile)
+        return self._reader
 
 
 def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:
     """The entry's range as slices. Kaldi would let rows go 3 past the end; here that is an error."""
     slices = []
-    for name, requested, size in (("rows", entry.rows, shape[0]), ("columns", entry.columns, shape[1])):
-        first, last = requested if requested is not None else (0, size - 1)
-        if last >= size > 0 or (requested is not None and size == 0):
+    for name, limits, size in (("rows", entry.rows, shape[0]), ("columns", entry.columns, shape[1])):
+        first, last = limits or (0, size - 1)
+        if last >= size:
             message = f"the range takes {name} {first} to {last}, the matrix at {entry.location} has {size} {name}"
             hint = "correct the range: it counts from 0, and both ends are included"
             raise DataError(f"utterance {entry.key}: {message}", location=entry.scp, hint=hint)

@@ -12,7 +12,6 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BufferedReader, BytesIO, RawIOBase
 from itertools import chain
 from pathlib import Path
@@ -23,6 +22,7 @@ from kaldiio.matio import read_matrix_or_vector
 from numpy.typing import NDArray
 
 from ddnn.kaldi import compressed
+from ddnn.kaldi.compressed import MatrixHeader
 from ddnn.util.arrays import AnyArray, Float32Array, Float64Array, Int32Array
 from ddnn.util.errors import DataError
 from ddnn.util.files import open_regular
@@ -65,32 +65,12 @@ def describe_read_error(error: Exception) -> str:
 
 
 @contextmanager
-def reading(location: str | Path, of: str = "") -> Iterator[None]:
+def locating_errors(location: str | Path, of: str = "") -> Iterator[None]:
     """Makes a DataError, which begins with `of`, of any of `READ_ERRORS` in the block."""
     try:
         yield
     except READ_ERRORS as error:
         raise DataError(of + describe_read_error(error), location=location, hint=HINT_REMAKE) from error
-
-
-@dataclass(frozen=True)
-class MatrixHeader:
-    """What a binary matrix claims; `minimum` and `span` are of the values of a compressed one."""
-
-    token: str
-    rows: int
-    columns: int
-    minimum: float = 0.0
-    span: float = 0.0
-
-    @property
-    def data_size(self) -> int:
-        """Bytes behind the header."""
-        size = _VALUE_BYTES[self.token] * self.rows * self.columns
-        return size + 8 * self.columns if self.token == "CM" else size
-
-
-_VALUE_BYTES = {"FM": 4, "DM": 8, "CM": 1, "CM2": 2, "CM3": 1}
 
 
 HEADER_BYTES = 22
@@ -99,19 +79,19 @@ _PLAIN, _COMPRESSED = struct.Struct("<xixi"), struct.Struct("<ffii")
 _HEADERS = {b"FM ": _PLAIN, b"DM ": _PLAIN, b"CM ": _COMPRESSED, b"CM2 ": _COMPRESSED, b"CM3 ": _COMPRESSED}
 
 
-def parse_header(record: bytes, remaining: int) -> tuple[MatrixHeader, int] | None:
+def parse_header(record: bytes, remaining: int) -> tuple[MatrixHeader | None, int]:
     """The header of a binary matrix, by the first `HEADER_BYTES` of its record, of which `remaining` bytes are there, and the
     size of the header with its marker: as `BasicTypeReader.matrix_header`, in a tenth of the time. None where that has
     to say what is wrong."""
     end = record.find(b" ", 2, 6) + 1
     layout = _HEADERS.get(record[2:end])
     if layout is None or not record.startswith(b"\0B") or len(record) < end + layout.size:
-        return None
+        return None, 0
     size = end + layout.size
     try:
         return _checked_header(record[2:end], record[end:size], remaining - size), size
     except MalformedRecordError:
-        return None
+        return None, 0
 
 
 def _checked_header(token: bytes, fields: bytes | bytearray, remaining: int) -> MatrixHeader:
@@ -135,7 +115,7 @@ def decode_matrix(header: MatrixHeader, data: bytes | bytearray) -> AnyArray:
     if rows == 0:
         return np.zeros((0, 0), np.float32)
     if header.token in compressed.TOKENS:
-        return compressed.decode(header.token, header.minimum, header.span, rows, columns, data)
+        return compressed.decode(header, data)
     # kaldiio gets the bytes of this one matrix, whose header is checked: it cannot come to its other formats.
     plain = b"\0B" + header.token.encode() + b" " + struct.pack("<bibi", 4, rows, 4, columns) + data
     matrix: AnyArray = read_matrix_or_vector(BytesIO(plain))
@@ -292,10 +272,7 @@ class BasicTypeReader:
 
     def int32_vector(self, what: str = "a vector of integers") -> Int32Array:
         if not self.binary:
-            words = self._bracketed(what).split()
-            if not all(map(_is_int32, words)):
-                raise self.error(what, "an item that is not a 32-bit integer between [ and ]")
-            return np.array(list(map(int, words)), np.int32)
+            return to_integers(self._bracketed(what))
         size, count = struct.unpack("<Bi", self.read_exact(5, what))
         if size != 4 or count < 0:
             raise self.error(f"{what} of 4 bytes each", f"{count} values of {size} bytes")
@@ -338,12 +315,8 @@ class BasicTypeReader:
 
     def text_matrix(self, *, ends_line: bool) -> Float64Array:
         """`[`, rows that end in a line end or `;`, `]`; `ends_line` refuses what is behind `]` in its line."""
-        first = self.peek()
-        if not first:
-            raise MalformedRecordError("cut short: no record where one should begin")
-        if first != b"[":
-            start = bytes(self.stream.read(9))
-            raise MalformedRecordError(f"expected a Kaldi matrix (binary marker b'\\x00B', or '['), found {start!r}")
+        if self.peek() != b"[":
+            raise self.error("a Kaldi matrix (binary marker b'\\x00B', or '[')")
         values, columns, rows, blank = array("d"), 0, 0, 0
         for line in self._bracketed_lines("the matrix", ends_line=ends_line):
             for row in line.split(b";"):
@@ -404,6 +377,17 @@ def to_floats(row: bytes) -> array[float]:
         raise MalformedRecordError(f"expected a number: {str(error)[:100]}") from error
 
 
+def to_integers(text: bytes) -> Int32Array:
+    """The words of a text, which are integers of 32 bits."""
+    other = text.translate(None, b"0123456789+- \t\n\v\f\r")
+    if other:
+        raise MalformedRecordError(f"expected integers, found {other[:16]!r}")
+    values = np.frombuffer(to_floats(text))  # float64 holds all integers of 32 bits
+    if values.size and not (INT32.min <= values.min() and values.max() <= INT32.max):
+        raise MalformedRecordError(f"expected 32-bit integers, found {values.min():.0f} to {values.max():.0f}")
+    return values.astype(np.int32)
+
+
 class _BoundedGzip(gzip.GzipFile):
     """A gzip that raises where it decompresses to more than it may."""
 
@@ -438,7 +422,7 @@ def open_stream(path: Path) -> BasicTypeReader:
 
 
 @contextmanager
-def open_model(path: Path, kind: str, *, hint_missing: str = "check the path") -> Iterator[BasicTypeReader]:
+def open_kaldi_file(path: Path, kind: str, *, hint_missing: str = "check the path") -> Iterator[BasicTypeReader]:
     """Opens the file `path`, to be read as `kind` ("a Kaldi transition model"), its binary marker taken. DataError: the
     file is missing, no regular file, empty, compressed, or larger than 8 GiB; or the block finds something malformed.
     """

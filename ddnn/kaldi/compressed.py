@@ -12,6 +12,7 @@ where it compresses a matrix of fewer than 5 rows."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,25 @@ from numpy.typing import NDArray
 
 from ddnn.util.arrays import Float32Array, Float64Array
 
+
+@dataclass(frozen=True)
+class MatrixHeader:
+    """What a binary matrix claims; `minimum` and `span` are of the values of a compressed one."""
+
+    token: str
+    rows: int
+    columns: int
+    minimum: float = 0.0
+    span: float = 0.0
+
+    @property
+    def data_size(self) -> int:
+        """Bytes behind the header."""
+        size = _VALUE_BYTES[self.token] * self.rows * self.columns
+        return size + 8 * self.columns if self.token == "CM" else size
+
+
+_VALUE_BYTES = {"FM": 4, "DM": 8, "CM": 1, "CM2": 2, "CM3": 1}
 TOKENS = ("CM", "CM2", "CM3")
 METHODS = (1, 2, 3, 5)
 """Kaldi's numbers of the methods that `encode` knows: kAutomaticMethod, kSpeechFeature, kTwoByteAuto, kOneByteAuto. The
@@ -32,14 +52,15 @@ _BYTES = np.arange(256, dtype=np.float32)
 _64THS, _128THS = _BYTES[:65] / np.float32(64), _BYTES[1:129] / np.float32(128)
 
 
-def decode(token: str, minimum: float, span: float, rows: int, columns: int, data: bytes | bytearray) -> Float32Array:
-    """The matrix, float32 (rows, columns); `data` are all bytes behind the header."""
-    low, width = np.float32(minimum), np.float32(span)
+def decode(header: MatrixHeader, data: bytes | bytearray) -> Float32Array:
+    """The matrix, float32 (rows, columns); `data` are the `data_size` bytes behind the header."""
+    token, rows, columns = header.token, header.rows, header.columns
+    low, width = np.float32(header.minimum), np.float32(header.span)
     with np.errstate(over="ignore", invalid="ignore"):  # a damaged header gives NaN or Inf, which the corpus refuses
         if token != "CM":
             dtype, steps = ("<u2", 65535.0) if token == "CM2" else ("u1", 255.0)
             values = np.frombuffer(data, dtype).reshape(rows, columns).astype(np.float32)
-            values *= np.float32(float(span) * (1.0 / steps))
+            values *= np.float32(header.span * (1.0 / steps))
             values += low
             return values
         percentiles = _to_float(low, width, np.frombuffer(data, "<u2", 4 * columns).reshape(columns, 4))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, MalformedRecordError, TextWriter, open_model
+from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, MalformedRecordError, TextWriter, open_kaldi_file
 from ddnn.kaldi.nnet1 import (
     MAX_DEPTH,
     MAX_DIM,
@@ -129,7 +129,7 @@ def _problem(component: Component) -> str:
 def read_nnet1(path: Path) -> tuple[Component, ...]:
     """Reads a network to its `</Nnet>`. DataError: the file cannot be read or is damaged, has a component that is not
     supported here (it is named), a value that is not finite, or dims that do not fit or do not chain."""
-    with open_model(path, "a Kaldi nnet1 network") as reader:
+    with open_kaldi_file(path, "a Kaldi nnet1 network") as reader:
         if reader.peek_token().lower() not in _BY_TOKEN and reader.peek_token() != "<Nnet>":
             reader.expect("<Nnet>")
         components = _read_network(reader)

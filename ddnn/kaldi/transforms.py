@@ -17,9 +17,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from ddnn.kaldi.alignments import find_jobs
+from ddnn.kaldi.alignments import job_files
 from ddnn.kaldi.archive import iterate_matrices
-from ddnn.kaldi.basic_types import open_model
+from ddnn.kaldi.basic_types import open_kaldi_file
 from ddnn.kaldi.data_dir import add_deltas
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.util.arrays import AnyArray, Float32Array, Float64Array
@@ -253,7 +253,7 @@ def _read_final_mat(path: Path) -> Matrix | None:
 
 def read_matrix(file: Path) -> AnyArray:
     """The matrix that is the whole file, (rows, columns), without a key: binary or text. DataError: it is not one."""
-    with open_model(file, "a Kaldi matrix") as reader:
+    with open_kaldi_file(file, "a Kaldi matrix") as reader:
         values = reader.float_matrix("the matrix")
         if (reader.binary and reader.remaining) or (not reader.binary and reader.peek()):
             raise reader.error("the end of the file behind the matrix")
@@ -308,7 +308,7 @@ def fmllr_files(path: Path) -> list[Path]:
     none."""
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     if any(map(_FMLLR.fullmatch, names)):
-        return find_jobs(path, "trans.{}")
+        return job_files(path, "trans.{}")
     if any(name.startswith("raw_trans.") for name in names):
         message = "raw_trans.* (raw fMLLR) found, expected trans.*"
         raise DataError(message, location=path, hint="write these features with Kaldi, and train on them")

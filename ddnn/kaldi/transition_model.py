@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, open_model
+from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, open_kaldi_file
 from ddnn.util.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 
 NO_PDF = -1
@@ -206,7 +206,7 @@ def read_transition_model(path: Path) -> TransitionModel:
     """Reads the transition model of `path`, text or binary, with `<Triples>` or `<Tuples>`; of the rest only `gmm_dim`.
     DataError: the file cannot be read, is damaged, or is no transition model, or one that Kaldi would refuse."""
     hint = "steps/align_*.sh leaves final.mdl in the alignment dir; copy it from the directory of the system that made "
-    with open_model(path, "a Kaldi transition model", hint_missing=hint + "the alignment") as reader:
+    with open_kaldi_file(path, "a Kaldi transition model", hint_missing=hint + "the alignment") as reader:
         reader.expect("<TransitionModel>")
         reader.expect("<Topology>")
         topology = _read_binary_topology(reader) if reader.binary else _read_text_topology(reader)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, TextWriter, open_model
+from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, TextWriter, open_kaldi_file
 from ddnn.util.errors import DataError
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -81,7 +81,9 @@ def test_kaldis_text_matrices_are_written_again_byte_for_byte(golden: Path) -> N
 
 
 def test_double_matrices(golden: Path) -> None:
-    with open_model(golden / "tables" / "double_stats.mat", "a matrix") as statistics:  # CMVN statistics, in fact an FM
+    with open_kaldi_file(
+        golden / "tables" / "double_stats.mat", "a matrix"
+    ) as statistics:  # CMVN statistics, in fact an FM
         single = statistics.float_matrix()
         assert (single.dtype, single.shape, single[0, -1], statistics.remaining) == (np.float32, (2, 31), 108, 0)
     matrix = single.astype("<f8") / 3
@@ -111,7 +113,7 @@ def test_a_token_across_the_buffer_of_the_stream() -> None:
 def test_a_wrong_token_is_named_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\0B<A> <Wrong> ")
     said = r"not a test: expected <B> at byte 6, found '<Wrong>'"
-    with pytest.raises(DataError, match=said) as caught, open_model(tmp_path / "x", "a test") as source:
+    with pytest.raises(DataError, match=said) as caught, open_kaldi_file(tmp_path / "x", "a test") as source:
         source.expect("<A>")
         source.expect("<B>")
     assert caught.value.location == str(tmp_path / "x")
@@ -205,6 +207,6 @@ def test_files_that_cannot_be_read_whole(tmp_path: Path) -> None:
     cases = {empty: "is empty", packed: "gzip", other: "binary marker", tmp_path: "not a regular file"}
     cases |= {pipe: "not a regular file", tmp_path / "none": "No such file"}
     for path, message in cases.items():
-        with pytest.raises(DataError, match=message) as caught, open_model(path, "a test"):
+        with pytest.raises(DataError, match=message) as caught, open_kaldi_file(path, "a test"):
             pass
         assert caught.value.location == str(path)
