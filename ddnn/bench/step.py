@@ -106,13 +106,16 @@ def run_bench(
 ) -> BenchReport:
     """Measures the named networks for about `seconds` each, with each of these sizes of minibatches (its own if none is
     given). `precisions`: to measure; if none is given, float32, and bf16 if `precision: auto` would select it. `plain`:
-    a loop in plain PyTorch too. UserError: a size out of range; a network has layers for which there is no such loop."""
+    a loop in plain PyTorch too. UserError: a size or number of threads out of range; a network has layers for which there
+    is no such loop."""
     on = choose_device(device)
     if plain and any(NETWORKS[name].convolutional for name in networks):
         hint = "measure networks with convolutions without --plain"
         raise UserError("the loop in plain PyTorch has affine layers only", location="--plain", hint=hint)
     if wrong := [size for size in minibatches or () if not 1 <= size <= MAX_MINIBATCH]:
         raise UserError(f"{wrong[0]} found, expected 1 to {MAX_MINIBATCH:,}", location="--minibatch-size")
+    if threads < 1:
+        raise UserError(f"{threads} found, expected at least 1", location="--threads")
     torch.set_num_threads(threads)
     results: list[StepBench] = []
     for name, size in itertools.product(networks, minibatches or [0]):

@@ -49,6 +49,11 @@ def test_an_error_names_the_option(option: str, run_cli: Callable[..., Any]) -> 
     assert refused.exit_code == 2 and f"location: {option}\n" in refused.stderr
 
 
+def test_one_worker_needs_a_thread_too(run_cli: Callable[..., Any]) -> None:
+    refused = run_cli("bench", "--threads", "0")
+    assert refused.exit_code == 2 and "location: --threads\n" in refused.stderr
+
+
 @pytest.mark.parametrize(("nodes", "most"), [("", 8), ("3", 24)])
 def test_no_more_workers_than_the_cores_can_bear(
     nodes: str, most: int, monkeypatch: pytest.MonkeyPatch, run_cli: Callable[..., Any]
