@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from ddnn.nn.acoustic_model import AcousticModel
-    from ddnn.runs.metrics import MetricsRow
+    from ddnn.runs.rows import MetricsRow
 
 StrPath = str | os.PathLike[str]
 Device = Literal["auto", "cpu", "cuda"]
@@ -119,7 +119,7 @@ def train(
         DivergedError: the training diverged, or its model has learned nothing; a UserError.
         SystemExit: a signal (Ctrl-C, SIGTERM) has ended it, with the exit codes of README.md.
     """
-    from ddnn.runs.metrics import EpochRow
+    from ddnn.runs.rows import EpochRow
     from ddnn.slurm.recovery import SlurmNodes
     from ddnn.training.start import start_training
 

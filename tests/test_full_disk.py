@@ -19,7 +19,7 @@ from jobs import BEFORE_TRAINING, Job, RunCli, assert_refused, assert_trains, fi
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.nn.acoustic_model import NNET1_FRONTS, load_model
 from ddnn.runs import run_dir
-from ddnn.runs.metrics import EpochRow, MetricsRow
+from ddnn.runs.rows import EpochRow, MetricsRow
 from ddnn.runs.run_dir import RunDir
 from ddnn.util.errors import UserError
 

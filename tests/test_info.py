@@ -19,7 +19,7 @@ from ddnn.inspection import path as info
 from ddnn.inspection.path import describe_path
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
-from ddnn.runs.metrics import PretrainRow
+from ddnn.runs.rows import PretrainRow
 from ddnn.util.errors import DataError, UserError
 
 

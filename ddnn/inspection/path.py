@@ -33,7 +33,8 @@ from ddnn.kaldi.nnet1 import Activation, Component, ParallelComponent
 from ddnn.kaldi.nnet1_file import TOKENS, read_nnet1
 from ddnn.kaldi.transforms import find_final_mat, fmllr_files, read_matrix, read_transform_config
 from ddnn.kaldi.transition_model import read_transition_model
-from ddnn.runs.metrics import format_figures, read_metrics
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.rows import format_figures
 from ddnn.runs.run_status import CV_UTTERANCES, DBN, FINAL, METRICS, PDF_COUNTS, RECIPE, STATUS
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from ddnn.runs import run_status as files
 from ddnn.runs.checkpoint_manifest import peek_checkpoint
-from ddnn.runs.metrics import EpochRow, Metrics, MetricsRow, format_figures, read_metrics
+from ddnn.runs.metrics import Metrics, read_metrics
+from ddnn.runs.rows import EpochRow, MetricsRow, format_figures
 from ddnn.runs.run_status import RunStatus, read_run_status, resume_command
 from ddnn.slurm.job import Job, SlurmState, last_output, read_job, slurm_state, slurm_states
 from ddnn.util.errors import UserError

@@ -24,7 +24,7 @@ from ddnn.report.runs import (
     shares_by_rank,
     training_seconds,
 )
-from ddnn.runs.metrics import EpochRow
+from ddnn.runs.rows import EpochRow
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_write, ensure_directory
 

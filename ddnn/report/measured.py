@@ -16,7 +16,7 @@ from ddnn.recipe.section import Count, Section
 from ddnn.recipe.source import configs_folder, read_yaml, validate
 from ddnn.report.runs import Run, number_of_workers, read_run
 from ddnn.report.scaling import Job, Measurement, Way, averages_parameters, averagings
-from ddnn.runs.metrics import WorkerRow
+from ddnn.runs.rows import WorkerRow
 from ddnn.runs.run_status import BEST, FINAL, RECIPE
 from ddnn.util.errors import DataError, UserError
 

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.runs.metrics import EpochRow, Metrics, MetricsRow, StartRow, read_metrics
+from ddnn.runs.metrics import Metrics, read_metrics
+from ddnn.runs.rows import EpochRow, MetricsRow, StartRow
 from ddnn.runs.run_status import CHECKPOINTS, FINAL, METRICS, RECIPE, is_finished, model_digest, run_dir_hint
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited

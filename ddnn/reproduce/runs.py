@@ -21,7 +21,7 @@ from ddnn.recipe.section import as_list, get_value
 from ddnn.recipe.source import first_error
 from ddnn.report.scaling import Job, Measurement, Way
 from ddnn.reproduce.tables import FrozenModel, ReproduceConfig, Table, file_fingerprint, test_digest
-from ddnn.runs.metrics import no_better_than_baseline
+from ddnn.runs.rows import no_better_than_baseline
 from ddnn.runs.run_status import DBN, FINAL
 from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text

@@ -24,7 +24,8 @@ from ddnn.distributed.failures import EXIT_BARRIER_TIMEOUT
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.runs import run_status
 from ddnn.runs.checkpoint_manifest import CheckpointSummary, peek_checkpoint, remove_checkpoints
-from ddnn.runs.metrics import EndRow, EventRow, MetricsRow, MetricsWriter, WorkerRow
+from ddnn.runs.metrics import MetricsWriter
+from ddnn.runs.rows import EndRow, EventRow, MetricsRow, WorkerRow
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
 from ddnn.runs.tensorboard import TensorBoardWriter
 from ddnn.util.errors import DataError, DivergedError, UserError

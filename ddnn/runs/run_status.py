@@ -14,7 +14,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ddnn.recipe.source import read_yaml
-from ddnn.runs.metrics import EndRow, EpochRow, iterate_rows
+from ddnn.runs.metrics import iterate_rows
+from ddnn.runs.rows import EndRow, EpochRow
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, is_locked, open_regular, read_bytes_limited, require_kind
 from ddnn.util.text import plural, printable

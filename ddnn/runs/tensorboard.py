@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ddnn.runs.metrics import EpochRow, MetricsRow, MetricsWriter, PretrainRow, WarmupRow, WorkerRow, iterate_rows
+from ddnn.runs.metrics import MetricsWriter, iterate_rows
+from ddnn.runs.rows import EpochRow, MetricsRow, PretrainRow, WarmupRow, WorkerRow
 from ddnn.runs.run_status import TENSORBOARD
 from ddnn.util.errors import UserError
 from ddnn.util.files import ensure_directory, require_kind

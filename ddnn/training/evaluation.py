@@ -27,7 +27,8 @@ from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, Figure, describe
 from ddnn.nn.network import evaluation_workspace, tensor_like
 from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.nn.scorer import forward_batches
-from ddnn.runs.metrics import StartRow, iterate_rows, no_better_than_baseline
+from ddnn.runs.metrics import iterate_rows
+from ddnn.runs.rows import StartRow, no_better_than_baseline
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import CV_UTTERANCES, METRICS, PDF_COUNTS, model_digest, run_dir_of
 from ddnn.training.data_identity import utterance_digest

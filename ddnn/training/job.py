@@ -39,7 +39,8 @@ from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.runs import run_status
 from ddnn.runs.checkpoint import CheckpointStore
-from ddnn.runs.metrics import EndReason, EventRow, MetricsRow, StartRow, read_metrics
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.rows import EndReason, EventRow, MetricsRow, StartRow
 from ddnn.runs.run_dir import RunDir, open_run_dir
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
 from ddnn.training import options

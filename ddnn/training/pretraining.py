@@ -42,7 +42,7 @@ from ddnn.recipe.schema import (
     Recipe,
     SgdConfig,
 )
-from ddnn.runs.metrics import PretrainRow, throughput
+from ddnn.runs.rows import PretrainRow, throughput
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import DBN, PRETRAIN
 from ddnn.training.data_identity import DataIdentity, data_identity

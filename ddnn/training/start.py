@@ -14,7 +14,8 @@ from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.runs import run_status
 from ddnn.runs.checkpoint_manifest import folder_name, peek_checkpoint
-from ddnn.runs.metrics import MetricsRow, read_metrics
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.rows import MetricsRow
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
 from ddnn.training.resume_rules import (
     EPOCHS,

@@ -22,7 +22,7 @@ from ddnn.nn.acoustic_model import AcousticModel, model_from_config
 from ddnn.nn.figures import check_known
 from ddnn.nn.network import tensor_like
 from ddnn.runs.checkpoint import CheckpointStore, prefixed, unprefixed
-from ddnn.runs.metrics import Count
+from ddnn.runs.rows import Count
 from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import Combination
 from ddnn.training.data_identity import DataIdentity

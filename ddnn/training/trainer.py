@@ -23,7 +23,7 @@ from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.runs.checkpoint import unprefixed
-from ddnn.runs.metrics import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, throughput
+from ddnn.runs.rows import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, throughput
 from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import Combination
 from ddnn.training.data_identity import DataIdentity

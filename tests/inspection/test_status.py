@@ -25,7 +25,8 @@ from report_runs import start_row
 from ddnn.inspection.path import describe_path
 from ddnn.inspection.status import Status, follow_status, read_status
 from ddnn.runs.checkpoint_manifest import CheckpointSummary, encode_manifest, peek_checkpoint
-from ddnn.runs.metrics import WarmupRow, read_metrics
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.rows import WarmupRow
 from ddnn.runs.run_status import RunError, RunStatus, write_run_status
 from ddnn.slurm.job import Job, SlurmState, write_job
 from ddnn.util.errors import UserError

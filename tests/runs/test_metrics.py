@@ -14,17 +14,8 @@ from hypothesis import strategies as st
 from report_runs import epoch_row, rows_of, worker_row
 
 from ddnn.runs import metrics as module
-from ddnn.runs.metrics import (
-    EpochRow,
-    EventRow,
-    MetricsRow,
-    MetricsWriter,
-    PretrainRow,
-    WarmupRow,
-    WorkerRow,
-    read_metrics,
-    throughput,
-)
+from ddnn.runs.metrics import MetricsWriter, read_metrics
+from ddnn.runs.rows import EpochRow, EventRow, MetricsRow, PretrainRow, WarmupRow, WorkerRow, throughput
 from ddnn.util.errors import DataError
 
 

@@ -31,15 +31,8 @@ from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, initialize
 from ddnn.runs import run_dir
 from ddnn.runs.checkpoint import CheckpointStore
-from ddnn.runs.metrics import (
-    MAX_PENDING_ROWS,
-    EpochRow,
-    EventRow,
-    MetricsWriter,
-    PretrainRow,
-    WorkerRow,
-    read_metrics,
-)
+from ddnn.runs.metrics import MAX_PENDING_ROWS, MetricsWriter, read_metrics
+from ddnn.runs.rows import EpochRow, EventRow, PretrainRow, WorkerRow
 from ddnn.runs.run_dir import NullRunDir, RunDir
 from ddnn.runs.run_status import (
     BEST,

@@ -16,7 +16,8 @@ from report_runs import rows_of, write_run
 
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.recipe.load import load_recipe
-from ddnn.runs.metrics import EpochRow, StartRow, read_metrics
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.rows import EpochRow, StartRow
 from ddnn.training.job import run_pretraining, run_training
 from ddnn.training.state import CheckpointPolicy
 

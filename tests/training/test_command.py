@@ -24,7 +24,8 @@ from ddnn.distributed.signals import GracefulShutdown
 from ddnn.kaldi.archive import iterate_matrices, read_scp
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.recipe.load import load_recipe
-from ddnn.runs.metrics import StartRow, read_metrics
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.rows import StartRow
 from ddnn.runs.run_dir import NullRunDir, RunDir, load_run
 from ddnn.training.evaluation import evaluate, evaluate_run
 from ddnn.training.job import Job, assemble_trainer, initial_model, run_training

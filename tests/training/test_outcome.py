@@ -28,7 +28,8 @@ from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.inspection.status import read_status
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.optim.schedule import Exponential, Newbob, Schedule
-from ddnn.runs.metrics import no_better_than_baseline, read_metrics
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.rows import no_better_than_baseline
 from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import BestEpoch, Combination
 from ddnn.training.evaluation import EvalResult, baseline_result, learning_rate_hint

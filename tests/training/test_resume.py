@@ -39,7 +39,8 @@ from ddnn.optim.schedule import MinibatchSizes
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.runs.checkpoint import CheckpointStore
-from ddnn.runs.metrics import EndRow, EventRow, MetricsWriter, read_metrics
+from ddnn.runs.metrics import MetricsWriter, read_metrics
+from ddnn.runs.rows import EndRow, EventRow
 from ddnn.runs.run_status import model_digest
 from ddnn.training import job
 from ddnn.training.job import run_training

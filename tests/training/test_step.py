@@ -33,7 +33,7 @@ from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.schedule import MinibatchSizes, Newbob
 from ddnn.optim.sgd import Sgd, SgdOptions
-from ddnn.runs.metrics import MetricsRow, WorkerRow
+from ddnn.runs.rows import MetricsRow, WorkerRow
 from ddnn.runs.run_dir import NullRunDir, RunDir
 from ddnn.training.evaluation import FigureSums, evaluate
 from ddnn.training.step import (

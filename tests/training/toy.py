@@ -23,7 +23,7 @@ from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.optim.schedule import Exponential, MinibatchSizes
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
-from ddnn.runs.metrics import MetricsRow
+from ddnn.runs.rows import MetricsRow
 from ddnn.runs.run_dir import NullRunDir
 from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
 from ddnn.training.options import averaging_options, optimizer_options
