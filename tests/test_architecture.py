@@ -33,7 +33,7 @@ TOKENS = {
     "recipe": 12_450,
     "report": 14_550,
     "reproduce": 18_750,
-    "runs": 13_400,
+    "runs": 13_200,
     "slurm": 6_950,
     "synth": 5_250,
     "training": 33_000,
@@ -44,12 +44,12 @@ made longer, tokens cannot. A feature states what it may take before it is begun
 gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
-    "modules over 400 lines": 26,
+    "modules over 400 lines": 25,
     "longest file": 601,
     "longest function": 55,
-    "most imports of ddnn in a file": 35,
+    "most imports of ddnn in a file": 36,
     "modules with one importer": 19,
-    "modules that training.trainer imports, directly or not": 65,
+    "modules that training.trainer imports, directly or not": 66,
 }
 """What the code may be at most, by the same rule."""
 
