@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
-from ddnn.kaldi.basic_types import HINT_REMAKE, BasicTypeReader, MalformedRecordError, open_stream, reading
+from ddnn.kaldi.basic_types import HINT_REMAKE, BasicTypeReader, MalformedRecordError, locating_errors, open_stream
 from ddnn.util.errors import DataError, UserError, exit_code, user_message
 from ddnn.util.files import atomic_directory, atomic_write, write_text
 from ddnn.util.text import printable
@@ -60,7 +60,7 @@ class IdxImages:
         """The next `count` images, uint8 (count, rows * columns), row by row. DataError: the file is damaged or cut
         short."""
         size = count * self.rows * self.columns
-        with reading(self.path):
+        with locating_errors(self.path):
             data = self.source.read_exact(size, f"a block of {count} images")
         return np.frombuffer(data, np.uint8).reshape(count, self.rows * self.columns)
 
@@ -91,7 +91,7 @@ def read_labels(path: Path, expected: int) -> NDArray[np.uint8]:
         if count != expected:
             message = f"expected a label for each of {expected} images, found {count} labels"
             raise DataError(message, location=path, hint="give the images and the labels that belong to each other")
-        with reading(path):
+        with locating_errors(path):
             data = source.read_exact(count, f"a block of {count} labels")
         _finish(source, path, "labels")
     return np.frombuffer(data, np.uint8)
@@ -111,7 +111,7 @@ def write_idx(path: Path, values: NDArray[np.uint8]) -> None:
 
 def _read_header(source: BasicTypeReader, path: Path, kind: str, dims: int) -> tuple[int, ...]:
     """The dims. DataError where the type is another, there is nothing, or more is promised than can be there."""
-    with reading(path):
+    with locating_errors(path):
         magic = source.read_exact(4, "the magic number")
         if magic[:2] != b"\0\0" or magic[2] not in _TYPES or not magic[3]:
             begins = f"begins with {bytes((0, 0, _UNSIGNED_BYTES, dims)).hex(' ')}, found {magic.hex(' ')}"
@@ -134,7 +134,7 @@ def _read_header(source: BasicTypeReader, path: Path, kind: str, dims: int) -> t
 
 def _finish(source: BasicTypeReader, path: Path, kind: str) -> None:
     """DataError where more follows. Of a gzip this also reads the checksum."""
-    with reading(path):
+    with locating_errors(path):
         if source.stream.read(1):
             raise MalformedRecordError(f"more bytes follow than the header promises {kind}")
 
