@@ -23,7 +23,7 @@ TOKENS = {
     "averaging": 5_700,
     "bench": 4_800,
     "cli": 5_400,
-    "data": 16_600,
+    "data": 16_500,
     "decoding": 9_100,
     "distributed": 9_550,
     "inspection": 7_200,

@@ -230,7 +230,7 @@ def _create(path: Path, key: str, directory: DataDir, corpus: Corpus, config: Da
             stored = CacheIndex(
                 key=key,
                 dim=index.dim,
-                width=loader.width,
+                width=loader.spec.width,
                 context=config.features.splice,
                 dtype="float16" if config.features.dtype == "float16" else "float32",
                 selected=[place[name] for name in index.utterances],
@@ -353,20 +353,20 @@ def _read_index(file: BinaryIO, size: int) -> CacheIndex:
 
 
 class CachedRows:
-    """The rows of some utterances of an index, copied out of its cache file: a `RowSource`."""
+    """The rows of some utterances of an index, copied out of its cache file: a `FeatureRows`."""
 
     processes = 1
 
     def __init__(self, cache: CacheFile, index: UtteranceIndex, utterances: Sequence[int]) -> None:
         context, chosen = cache.index.context, np.asarray(utterances, dtype=np.int64)
-        self.cache, self.width, self.dtype = cache, cache.index.width, str(cache.index.dtype)
+        self.cache = cache
         starts = (utterance_offsets(index.num_frames, context)[chosen] - context).tolist()
         lengths = (index.num_frames[chosen] + 2 * context).tolist()
         self._stretches, self.rows = list(zip(starts, lengths, strict=True)), sum(lengths)
 
     def fill(self, out: NDArray[Any], descriptor: int | None, start: int) -> None:
-        """See `RowSource`. DataError: the file failed while it was read."""
-        row, row_bytes = 0, self.width * out.itemsize
+        """See `FeatureRows`. DataError: the file failed while it was read."""
+        row, row_bytes = 0, out.strides[0]
         try:
             for first, length in self._stretches:
                 self.cache.read_into(out[row : row + length].reshape(-1).view(np.uint8).data, first * row_bytes)

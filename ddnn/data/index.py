@@ -56,7 +56,7 @@ class UtteranceIndex:
     alignments: Alignments | None = None  # None where there are none, or where labels come from a cache file
     # how many utterances are used, skipped (by reason) and trimmed
     counts: dict[str, int] = field(default_factory=dict)
-    mismatch: str = ""  # the length difference that most utterances have, if they do: `common_difference`
+    mismatch: str = ""  # the length difference that most utterances have, if they do: `describe_length_mismatch`
     transforms: Transforms | None = None  # of Kaldi; None without, or where the features come from a cache file
 
     @property
@@ -80,7 +80,7 @@ class UtteranceIndex:
         return replace(self, entries=entries, num_frames=self.num_frames[np.asarray(utterances, dtype=np.int64)])
 
 
-def join(indices: Sequence[UtteranceIndex]) -> UtteranceIndex:
+def concatenate(indices: Sequence[UtteranceIndex]) -> UtteranceIndex:
     """Several corpora as one, in this order, for what does not read features: no utterance is in two of them. Speakers
     of the same name are one speaker, and without `utt2spk` in one of them there are none."""
     if len(indices) == 1:
@@ -181,7 +181,7 @@ def _match_alignments(
             used.append((n, length))
         counts["used"] = len(used)
         entries = [directory.entries[n] for n, _ in used]
-        path, mismatch = None if alignments is None else alignments.path, common_difference(lengths)
+        path, mismatch = None if alignments is None else alignments.path, describe_length_mismatch(lengths)
         aligned = () if alignments is None else alignments.pdfs
         check_skipped(directory, path, entries, counts, max_skipped_fraction, mismatch, aligned)
         dim = reader.shape(entries[0])[1]
@@ -189,7 +189,7 @@ def _match_alignments(
     return summary, torch.tensor(used, dtype=torch.int64).T.contiguous()
 
 
-def common_difference(lengths: Sequence[tuple[str, int, int]]) -> str:
+def describe_length_mismatch(lengths: Sequence[tuple[str, int, int]]) -> str:
     """Says so where more than half of the utterances (name, frames of features, of alignment) differ by the same number
     of frames; else empty. A few that differ are edge effects; with most of them the labels are probably shifted."""
     differences = Counter(aligned - frames for _, frames, aligned in lengths)
@@ -211,7 +211,7 @@ def check_skipped(
     mismatch: str = "",
     aligned: Collection[str] = (),
 ) -> None:
-    """Logs what is skipped or trimmed, and `common_difference`; DataError where more is skipped than the fraction
+    """Logs what is skipped or trimmed, and `describe_length_mismatch`; DataError where more is skipped than the fraction
     allows, or everything. `aligned`: the utterances of the alignments, where they have been read."""
     if mismatch:
         usual = "another frame shift, other --snip-edges or a subsampled alignment, with labels of other frames"
@@ -329,7 +329,7 @@ def hold_out_by_default(index: UtteranceIndex, fraction: float, seed: int) -> tu
     if count > 1:
         train, cv = hold_out_fraction(index, fraction, seed)
         found = fraction_of(index, cv)
-        if is_close(found, fraction):
+        if fraction_reached(found, fraction):
             return train, cv, ""
         reason = f"has too few speakers, {count}: whole ones would be {100 * found:.1f} % of the frames"
     by_utterances = hold_out_fraction(index, fraction, seed, "utterance")
@@ -343,7 +343,7 @@ def fraction_of(index: UtteranceIndex, utterances: Sequence[int]) -> float:
     return float(index.num_frames[list(utterances)].sum() / index.num_frames.sum())
 
 
-def is_close(found: float, wanted: float) -> bool:
+def fraction_reached(found: float, wanted: float) -> bool:
     """Whether a held-out fraction is about what was asked for."""
     return 1 / FRACTION_TOLERANCE <= found / wanted <= FRACTION_TOLERANCE
 

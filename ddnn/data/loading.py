@@ -122,12 +122,10 @@ def warn_of_contradictions(corpus: Corpus, config: DataConfig, index: UtteranceI
         log.warning("%s: no frame has pdf-id 0: are these transition-ids, which begin at 1?", corpus.alignments)
 
 
-class RowSource(Protocol):
+class FeatureRows(Protocol):
     """Some utterances of one data dir whose rows, edges included, can be loaded: from archives or a cache file."""
 
     rows: int
-    width: int
-    dtype: str
     processes: int
 
     def fill(self, out: NDArray[Any], descriptor: int | None, start: int) -> None:
@@ -138,15 +136,15 @@ class RowSource(Protocol):
         """As `frame_labels`, once the features are loaded."""
 
 
-def load_rows(sources: Sequence[RowSource]) -> tuple[Tensor, Tensor]:
+def load_rows(sources: Sequence[FeatureRows], width: int, dtype: str) -> tuple[Tensor, Tensor]:
     """Features (rows, width) and labels (rows,) of one source after another, in memory once. Several processes fill
-    anonymous memory, which is freed with its last user. Raises as `RowSource.fill`."""
-    width, dtype, ends = sources[0].width, np.dtype(sources[0].dtype), list(accumulate(s.rows for s in sources))
-    shape, row_bytes = (ends[-1], width), width * dtype.itemsize
+    anonymous memory, which is freed with its last user. Raises as `FeatureRows.fill`."""
+    ends, row_bytes = list(accumulate(source.rows for source in sources)), width * np.dtype(dtype).itemsize
+    shape = ends[-1], width
     with ExitStack() as stack:
         descriptor = None
         if all(source.processes == 1 for source in sources):
-            features = np.empty(shape, dtype)
+            features: NDArray[Any] = np.empty(shape, dtype)
         else:
             memory = stack.enter_context(_anonymous_memory())
             descriptor, size = memory.fileno(), ends[-1] * row_bytes
@@ -184,12 +182,11 @@ class FeatureLoader:
             for entry, num_frames, speaker in zip(index.entries, index.num_frames.tolist(), speakers, strict=False)
         ]
         self.chunks = make_chunks(utterances, self.spec)
-        self.width, self.dtype = self.spec.width, config.features.dtype
         self.processes = effective_processes(processes, 4 * self.rows * self.spec.width)
         self.speakers = set((index.speakers if self.comm.world_size == 1 else cmvn_speakers) or ())
 
     def fill(self, out: NDArray[Any], descriptor: int | None, start: int) -> None:
-        """See `RowSource`."""
+        """See `FeatureRows`."""
         if self.processes == 1:
             self._load(lambda chunk: (read_chunk, out[chunk.row : chunk.row + chunk.rows]))
         else:

@@ -20,10 +20,10 @@ from ddnn.data.index import (
     UtteranceIndex,
     assign_shards,
     fraction_of,
+    fraction_reached,
     hold_out_by_default,
     hold_out_fraction,
     hold_out_listed,
-    is_close,
     local_positions,
 )
 from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_contradictions
@@ -40,7 +40,7 @@ Place = Callable[[DataSource, Sequence[int]], torch.device]
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class CvSelection:
     """What is held out for cross-validation: corpora of their own, the speakers or utterances of a list, or a
     fraction."""
 
@@ -57,7 +57,7 @@ class TrainingDataConfig:
 
     corpora: tuple[Corpus, ...]
     reading: DataConfig
-    held_out: HeldOut | None  # None: nothing, as for RBMs
+    held_out: CvSelection | None  # None: nothing, as for RBMs
     seed: int  # for the choice of speakers
     normalize: bool = True  # whether the input is shifted and scaled to zero mean and unit variance
 
@@ -102,7 +102,7 @@ class TrainingData(DataPlan):
 def plan_data(config: TrainingDataConfig, workers: int, comm: Communicator) -> DataPlan:
     """What so many workers will read and hold out. Collective. DataError: damaged or unsuitable input."""
     source = open_source(config.corpora, config.reading, comm)
-    index, held_out = source.index, config.held_out or HeldOut()
+    index, held_out = source.index, config.held_out or CvSelection()
     train, cv, cv_source = list(range(len(index.entries))), list[int](), None
     if held_out.corpora:
         cv_source = open_source(held_out.corpora, config.reading, comm)
@@ -151,7 +151,9 @@ def open_data_dir(
     return DataSource((IndexedCorpus(corpus, index),), index, config)
 
 
-def _hold_out(index: UtteranceIndex, held_out: HeldOut, seed: int, comm: Communicator) -> tuple[list[int], list[int]]:
+def _hold_out(
+    index: UtteranceIndex, held_out: CvSelection, seed: int, comm: Communicator
+) -> tuple[list[int], list[int]]:
     """The utterances to train on and those held out, which are logged: a warning where their fraction of the frames is
     not the one that the recipe asks for, and where they are of speakers of the training data without its asking for
     it."""
@@ -178,7 +180,7 @@ def _hold_out(index: UtteranceIndex, held_out: HeldOut, seed: int, comm: Communi
         log.info("CV: %s also trained on, as data.cv.by: utterance asks for", shared)
     elif shared := speakers_in_both(index, train, cv):
         log.warning("CV: %s also in the training data: the cross-validation will look too good", shared)
-    if wanted is not None and not is_close(fraction, wanted):
+    if wanted is not None and not fraction_reached(fraction, wanted):
         units = "utterances" if reason or held_out.by == "utterance" else "speakers"
         message = "data.cv.fraction asks for %.3g %% of the frames, but %.1f %% are held out, since %s are held out "
         message += "whole; choose them with data.cv.%s, or give data.cv.data"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from ddnn.data.cache import CachedRows, CacheFile, open_or_create_cache
 from ddnn.data.dataset import AcousticDataset, make_dataset
-from ddnn.data.index import UtteranceIndex, join
+from ddnn.data.index import UtteranceIndex, concatenate
 from ddnn.data.loading import (
     Corpus,
     DataConfig,
     FeatureLoader,
-    RowSource,
+    FeatureRows,
     index_corpus,
     load_rows,
     warn_of_contradictions,
@@ -84,10 +84,11 @@ class DataSource:
         if cache is not None and len(utterances) == len(self.index.entries):
             rows = cache.mapped_rows()
         else:
-            rows = load_rows([self._rows(part, chosen, comm) for part, chosen in self._by_part(utterances)])
+            sources = [self._rows(part, chosen, comm) for part, chosen in self._by_part(utterances)]
+            rows = load_rows(sources, self.width, self.config.features.dtype)
         return make_dataset(self.index.subset(utterances), *rows, self.config.features.splice)
 
-    def _rows(self, part: IndexedCorpus, utterances: Sequence[int], comm: Communicator) -> RowSource:
+    def _rows(self, part: IndexedCorpus, utterances: Sequence[int], comm: Communicator) -> FeatureRows:
         if part.cache is not None:
             return CachedRows(part.cache, part.index, utterances)
         processes = self.config.processes(comm)
@@ -118,7 +119,7 @@ def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicato
         parts.append(part)
     if len(parts) > 1:
         _check_fit_together(parts)
-    return DataSource(tuple(parts), join([part.index for part in parts]), config)
+    return DataSource(tuple(parts), concatenate([part.index for part in parts]), config)
 
 
 def check_not_swapped(corpus: Corpus) -> None:

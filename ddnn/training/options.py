@@ -15,7 +15,7 @@ from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex
 from ddnn.data.loading import Corpus, DataConfig
-from ddnn.data.pipeline import HeldOut, TrainingDataConfig
+from ddnn.data.pipeline import CvSelection, TrainingDataConfig
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.archive import MatrixReader, read_scp
 from ddnn.kaldi.transforms import read_transform_config
@@ -174,7 +174,7 @@ def data_config(recipe: Recipe, *, held_out: bool = True) -> TrainingDataConfig:
     return TrainingDataConfig(
         corpora(("data.train", "data.alignments"), of.train, of.alignments, of.transforms),
         _taken(DataConfig, of, features=features, progress=progress_bar("loading")),
-        _taken(HeldOut, of.cv, corpora=cv) if held_out else None,
+        _taken(CvSelection, of.cv, corpora=cv) if held_out else None,
         recipe.seed,
         normalize=of.normalize,
     )

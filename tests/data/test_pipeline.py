@@ -20,7 +20,7 @@ from distributed.threads import run_workers
 from ddnn.data import feature_reader, loading
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
-from ddnn.data.pipeline import HeldOut, TrainingData, TrainingDataConfig, training_data
+from ddnn.data.pipeline import CvSelection, TrainingData, TrainingDataConfig, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.inspection.path import describe_path
 from ddnn.kaldi.archive import MatrixReader
@@ -78,19 +78,22 @@ def prepare(folder: Path, features: Utterances, labels: Utterances) -> Path:
 
 
 def load(
-    folder: Path, held_out: HeldOut | None = None, comm: Communicator | None = None, splice: int = 1,
+    folder: Path, held_out: CvSelection | None = None, comm: Communicator | None = None, splice: int = 1,
     cache_dir: Path | None = None, **config: Any,
 ) -> TrainingData:  # fmt: skip
     reading = DataConfig(FeatureConfig(splice=splice), max_skipped_fraction=0.5, cache_dir=cache_dir)
-    held_out, alignments = held_out or HeldOut(speakers=folder / "cv1"), config.pop("alignments", folder / "pdfs.txt")
+    held_out, alignments = (
+        held_out or CvSelection(speakers=folder / "cv1"),
+        config.pop("alignments", folder / "pdfs.txt"),
+    )
     seed = config.pop("seed", 1)
     given = TrainingDataConfig((Corpus(folder / "train", alignments),), reading, held_out, seed, **config)
     return training_data(given, torch.device("cpu"), comm or SingleProcess())
 
 
-def own_cv(data: Path, alignments: Path) -> HeldOut:
+def own_cv(data: Path, alignments: Path) -> CvSelection:
     """A corpus of its own for cross-validation."""
-    return HeldOut((Corpus(data, alignments, ("data.cv.data", "data.cv.alignments")),))
+    return CvSelection((Corpus(data, alignments, ("data.cv.data", "data.cv.alignments")),))
 
 
 def other_name(features: Utterances, labels: Utterances) -> None:
@@ -198,7 +201,7 @@ def test_the_identity_tells_what_is_held_out_apart(tmp_path: Path) -> None:
     features, labels = labelled_utterances(seed=3, speaker="cv")
     write_data_dir(folder / "cv", features)
     cv = own_cv(folder / "cv", write_pdfs(folder / "cv.txt", labels))
-    one, two, a_dir = (data_identity(load(folder, h), comm) for h in (None, HeldOut(speakers=folder / "cv2"), cv))
+    one, two, a_dir = (data_identity(load(folder, h), comm) for h in (None, CvSelection(speakers=folder / "cv2"), cv))
     assert list(two.differences(one)) == ["data.cv"]
     assert list(a_dir.differences(one)) == ["data.cv", "data.cv.alignments", "data.cv.data"]
     write_pdfs(folder / "cv.txt", {name: pdfs[::-1] for name, pdfs in labels.items()})
@@ -352,7 +355,7 @@ def test_training_and_cross_validation_have_the_pdfs_of_one_model(
     assert str(paths[0]) in str(caught.value) and caught.value.location == str(paths[1])
 
 
-def with_cv(folder: Path, names: dict[str, str]) -> HeldOut:
+def with_cv(folder: Path, names: dict[str, str]) -> CvSelection:
     """Another data dir for cross-validation: these utterances of another corpus, under other names."""
     features, labels = labelled_utterances(seed=3, speaker="cv")
     own = [{names.get(name, name): one[name] for name in sorted(one)[:4]} for one in (features, labels)]
@@ -399,9 +402,11 @@ def test_speakers_and_pdfs_unlike_those_of_the_training_data_are_warnings(
     assert f"{counted.index.pdf_counts[0]} of 160 frames are of 1 pdf that no frame of the training data" in caplog.text
 
 
-@pytest.mark.parametrize("own", [HeldOut(fraction=0.3), HeldOut(by="speaker"), HeldOut(speakers=Path("cv1"))], ids=str)
+@pytest.mark.parametrize(
+    "own", [CvSelection(fraction=0.3), CvSelection(by="speaker"), CvSelection(speakers=Path("cv1"))], ids=str
+)
 def test_what_is_held_out_is_disjoint_and_logged(
-    tmp_path: Path, own: HeldOut, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own: CvSelection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "ddnn")
     folder = prepare(tmp_path, *unlike_utterances())
@@ -425,7 +430,7 @@ def test_a_fraction_far_from_what_was_asked_for_is_a_warning(
 ) -> None:
     """Four speakers of a quarter each."""
     folder = prepare(tmp_path, *labelled_utterances())
-    load(folder, HeldOut(fraction=fraction, by="speaker"))
+    load(folder, CvSelection(fraction=fraction, by="speaker"))
     found = 75.0 if fraction == 0.9 else 25.0
     message = f"asks for {100 * fraction:g} % of the frames, but {found} % are held out"
     assert (message in caplog.text) == warned == ("asks for" in caplog.text)
@@ -462,19 +467,21 @@ def test_too_few_speakers_hold_out_utterances_with_a_warning(
         table.unlink()
     elif speakers != "four":
         table.write_text("".join(f"{name} {'spk' if speakers == 'one' else name}\n" for name in names))
-    data = load(folder, HeldOut(fraction=fraction))
+    data = load(folder, CvSelection(fraction=fraction))
     assert len(cv_of(data)) == max(1, 24 * fraction)
     assert (f"CV: the training data {reason}. Utterances are held out instead" in caplog.text) == bool(reason)
     if reason:
         assert (
-            data.cv_index().utterances == load(folder, HeldOut(fraction=fraction, by="utterance")).cv_index().utterances
+            data.cv_index().utterances
+            == load(folder, CvSelection(fraction=fraction, by="utterance")).cv_index().utterances
         )
         with pytest.raises(DataError) if speakers != "four" else nullcontext():
-            load(folder, HeldOut(fraction=fraction, by="speaker"))
+            load(folder, CvSelection(fraction=fraction, by="speaker"))
     else:
         assert caplog.text.count("WARNING") == (fraction == 0.01), "one utterance is more than that"
         assert (
-            data.cv_index().utterances == load(folder, HeldOut(fraction=fraction, by="speaker")).cv_index().utterances
+            data.cv_index().utterances
+            == load(folder, CvSelection(fraction=fraction, by="speaker")).cv_index().utterances
         )
 
 
@@ -483,7 +490,7 @@ def test_utterances_come_close_to_the_fraction_on_any_number_of_workers(
     tmp_path: Path, fraction: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ddnn")
-    folder, own = prepare(tmp_path, *unlike_utterances(60)), HeldOut(fraction=fraction, by="utterance")
+    folder, own = prepare(tmp_path, *unlike_utterances(60)), CvSelection(fraction=fraction, by="utterance")
     data = load(folder, own)
     assert "speakers are also trained on, as data.cv.by: utterance asks for" in caplog.text
     assert len(data.cv) / data.index.num_frames.sum() == pytest.approx(fraction, rel=0.01)
@@ -502,14 +509,14 @@ def test_pdf_ids_without_0_are_doubted(tmp_path: Path, caplog: pytest.LogCapture
     features, labels = labelled_utterances(count=24)
     folder = prepare(tmp_path, features, labels)
     doubt = "pdfs.txt: no frame has pdf-id 0: are these transition-ids, which begin at 1?"
-    load(folder, HeldOut())
+    load(folder, CvSelection())
     assert doubt not in caplog.text
     write_pdfs(folder / "pdfs.txt", {name: 2 * ids + 1 for name, ids in labels.items()})
-    load(folder, HeldOut())
+    load(folder, CvSelection())
     assert doubt in caplog.text
     caplog.clear()
     write_pdfs(folder / "pdfs.txt", {name: ids + 100 for name, ids in labels.items()})
-    load(folder, HeldOut())
+    load(folder, CvSelection())
     assert doubt not in caplog.text, "fewer than ten frames for each pdf"
 
 
@@ -519,12 +526,12 @@ def test_a_list_of_utterances_is_held_out(tmp_path: Path, caplog: pytest.LogCapt
     folder, listed = prepare(tmp_path, features, labels), tmp_path / "cv list"
     listed.write_text("spk1-utt005 two words\nspk0-utt000\r\nspk1-utt005\n")
     caplog.set_level(logging.INFO, "ddnn")
-    assert cv_of(load(folder, HeldOut(utterances=listed))) == {"spk0-utt000", "spk1-utt005"}
+    assert cv_of(load(folder, CvSelection(utterances=listed))) == {"spk0-utt000", "spk1-utt005"}
     assert "CV: its 2 speakers are also in the training data: the cross-validation will look too good" in caplog.text
     del labels["spk0-utt000"]
     write_pdfs(folder / "pdfs.txt", labels)
     caplog.clear()
-    assert cv_of(load(folder, HeldOut(utterances=listed))) == {"spk1-utt005"}
+    assert cv_of(load(folder, CvSelection(utterances=listed))) == {"spk1-utt005"}
     assert "1 of 2 listed utterances are among the skipped ones" in caplog.text
     assert "CV: its 1 speaker is also in the training data" in caplog.text
     for text, message in (
@@ -537,9 +544,9 @@ def test_a_list_of_utterances_is_held_out(tmp_path: Path, caplog: pytest.LogCapt
     ):
         listed.write_text(text)
         with pytest.raises(DataError, match=message):
-            load(folder, HeldOut(utterances=listed))
+            load(folder, CvSelection(utterances=listed))
     with pytest.raises(DataError, match="does not exist"):
-        load(folder, HeldOut(utterances=tmp_path / "missing"))
+        load(folder, CvSelection(utterances=tmp_path / "missing"))
 
 
 def test_the_held_out_utterances_are_written_down_and_can_be_held_out_again(tmp_path: Path) -> None:
