@@ -35,12 +35,6 @@ LAYERS_KEY = "model.layers"
 OUTPUT_PATHS = ("data.cache_dir",)  # paths that need not exist: they are made
 PIPES = "data.allow_pipes"
 REMOVED = {"model.allow_any_features"}  # keys of earlier versions, which run dirs still have: accepted without effect
-MODEL_KEYS = (
-    *("data.splice", "data.cmvn", "data.deltas", "data.normalize"),
-    *("model.hidden_layers", "model.hidden_units", "model.activation"),
-    *("model.layers", "model.bands"),
-)
-"""Keys that take the values of the network of `init.model` where they are not given."""
 
 
 def load_recipe(
@@ -243,8 +237,8 @@ def _key_of(detail: ErrorDetails) -> str:
     """The dotted key that an error is about: without the index in a list and the names of a variant or
     of a type."""
     section, *below = [part for part in detail["loc"] if isinstance(part, str) and part not in (VALUE.tag, MAPPING.tag)]
-    if section in VARIANTS and below:
-        below = below[1:] or [VARIANTS[section][0]]
+    if section in VARIANTS:
+        below = [VARIANTS[section][0]] if detail["type"].startswith("union_tag") else below[1:]
     name = ".".join((section, *below))
     if name in keys() or name in sections() or detail["type"] == "extra_forbidden":
         return name
@@ -255,7 +249,7 @@ def _key_of(detail: ErrorDetails) -> str:
 def _refuse(name: str, detail: ErrorDetails, path: Path, tree: SourceTree) -> None:
     """Adds the problem that pydantic found with a key."""
     key, section = keys().get(name), name.rpartition(".")[0]
-    place, value = tree.source_of(name) or str(path), detail["input"]
+    place, value = tree.source_of(name) or str(path), tree.values.get(name, SourceValue(detail["input"], "")).value
     if detail["type"] == "missing" and key is not None:
         if not tree.unread:
             tree.add_problem(key.as_missing(name), place if section in keys() else str(path))

@@ -153,14 +153,10 @@ def _add_convolution(network: _Network, layer: Any) -> None:
     first = not network.has_convolution
     rectified = layer.activation in ("relu", "prelu")
     mean, width = (0.0, 0.0) if layer.activation != "sigmoid" else (-1.0, 2.0) if first else (-2.0, 4.0)
-    numbers = {
-        "learn_rate_coef": layer.learn_rate_coef,
-        "bias_learn_rate_coef": layer.learn_rate_coef,
-        "max_norm": _or_default(layer.max_norm, 30.0 if first else 50.0),
-        "weight_stddev": _or_default(layer.weight_stddev, 0.02 if first else 0.1),
-        "bias_mean": _or_default(layer.bias_mean, mean),
-        "bias_range": _or_default(layer.bias_range, width),
-    }
+    defaults = {"max_norm": 30.0 if first else 50.0, "weight_stddev": 0.02 if first else 0.1}
+    defaults |= {"bias_mean": mean, "bias_range": width}
+    given = {name: value for name, value in layer if name in defaults and value is not None}
+    numbers = defaults | given | dict.fromkeys(("learn_rate_coef", "bias_learn_rate_coef"), layer.learn_rate_coef)
     convolution = _convolution(network.row, layer, numbers)
     if rectified and layer.weight_stddev is None:
         convolution = replace(convolution, weight_stddev=math.sqrt(2.0 / convolution.fan_in))
@@ -191,10 +187,6 @@ def _convolution(row: Row, layer: Any, numbers: dict[str, Any]) -> Convolution:
     channels_last = row.channels_last and layer.layout == "frequency"
     sizes = (row.times, patch, layer.filters, 1, step.bands, 1)
     return Convolution(row.times, row.channels, row.bands, *sizes, channels_last, **numbers)
-
-
-def _or_default(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _add_stored(network: _Network, layer: Any) -> None:

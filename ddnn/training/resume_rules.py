@@ -9,7 +9,7 @@ from typing import Any
 
 from ddnn.recipe import source
 from ddnn.recipe.keys import read_layers
-from ddnn.recipe.load import LAYERS_KEY, MODEL_KEYS, REMOVED, dump_recipe, is_read
+from ddnn.recipe.load import LAYERS_KEY, REMOVED, dump_recipe, is_read
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.recipe.section import get_value, with_defaults
 from ddnn.recipe.source import SourceTree, SourceValue
@@ -24,6 +24,13 @@ RESUMABLE = re.compile(
 """Keys that a resume may change. Where data has moved, `DataIdentity` says whether it is the same."""
 EPOCHS = {"schedule.epochs", "schedule.max_epochs"}
 """Keys that a resume may raise, unless the schedule depends on its length."""
+
+MODEL_KEYS = (
+    *("data.splice", "data.cmvn", "data.deltas", "data.normalize"),
+    *("model.hidden_layers", "model.hidden_units", "model.activation"),
+    *("model.layers", "model.bands"),
+)
+"""Keys that take the values of the network of `init.model` where they are not given."""
 
 Changes = Mapping[str, tuple[str, str]]  # by key its value now and before, as text
 
