@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddnn.nn.figures import FIGURES, LOSS, Figure
 from ddnn.report.runs import (
-    FIGURES,
     SHARES,
-    ObjectiveFigure,
     Run,
     consensus_distances,
     figure,
@@ -30,25 +29,24 @@ from ddnn.util.files import atomic_write, ensure_directory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Plot
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 """Okabe and Ito's, which color-blind readers tell apart; yellow, which is faint on white, gives way to brown."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", ":", "-.")
-DPI = 120
 MAX_LABEL_LENGTH = 40
 MAX_HEIGHT = 16.0  # inches
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Plot:
     """A figure of so many inches, without a window. UserError: matplotlib is missing."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure as Plot
     except ImportError as error:
         message = f"plots need the package matplotlib, which cannot be imported: {error}"
         raise UserError(message, hint="pip install 'ddnn[report]', or --no-plots") from error
-    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    return Plot(figsize=(width, height), dpi=120, layout="constrained")
 
 
 def style(number: int) -> tuple[str, str, str]:
@@ -70,7 +68,7 @@ def tidy(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def speed_up_panels(figure: Figure, sizes: Sequence[int], ticks: Sequence[int], ideal: str) -> tuple[Axes, Axes]:
+def speed_up_panels(figure: Plot, sizes: Sequence[int], ticks: Sequence[int], ideal: str) -> tuple[Axes, Axes]:
     """Two panels for `plot_speed_up`, by numbers of workers: speed-up, both axes logarithmic, and efficiency; with the
     ideal under this name in the legend."""
     left, right = figure.subplots(1, 2)
@@ -97,7 +95,7 @@ def plot_speed_up(
     panels[1].set_ylim(0.0, max(panels[1].get_ylim()[1], 1.05 * max(efficiencies, default=0.0)))
 
 
-def legend_below(figure: Figure, axes: Axes) -> None:
+def legend_below(figure: Plot, axes: Axes) -> None:
     """One legend under all panels, of the curves in `axes`, for which the figure becomes higher."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
@@ -106,7 +104,7 @@ def legend_below(figure: Figure, axes: Axes) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save(figure: Plot, path: Path) -> Path:
     """Writes a PNG, whole or not at all; makes its folder. UserError: it cannot be written."""
     ensure_directory(path.parent)
     with atomic_write(path) as handle, warnings.catch_warnings():
@@ -151,21 +149,24 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
     """The objective's figures in cross-validation, those of training as thin lines, and the applied learning rate against
     epochs and against time; rejected epochs are hollow. Values far above those of the other runs are arrows at the edge."""
     plot = new_figure(11, 10)
-    panels = plot.subplots(len(FIGURES) + 1, 2, sharey="row", sharex="col")
-    for pair, kind in zip(panels, FIGURES, strict=False):
+    recorded = {name for run in runs for row in (*run.metrics.cv, *run.metrics.train) for name in row.figures}
+    kinds = [kind for name, kind in FIGURES.items() if name in recorded] or [LOSS]
+    panels = plot.subplots(len(kinds) + 1, 2, sharey="row", sharex="col")
+    for pair, kind in zip(panels, kinds, strict=False):
         curves = [
             [
-                _points(run, [(row, figure(row, kind.name)) for row in rows], kind)
+                _points(run, [(row, figure(row, kind)) for row in rows], kind)
                 for rows in (run.metrics.cv, run.metrics.train)
             ]
             for run in runs
         ]
-        _draw_learning(pair, runs, curves, kind)
-    rate = ObjectiveFigure("applied_learning_rate", axis="learning rate, as applied (log scale)", outlier_factor=1e4)
-    rates = [[(row, row.learning_rate) for row in run.metrics.train if row.learning_rate] for run in runs]
-    _draw_learning(
-        panels[-1], runs, [[_points(run, values, rate)] for run, values in zip(runs, rates, strict=True)], rate
-    )
+        y_label = f"{kind.label} (%)" if kind.percent else f"{kind.label} per frame (nats)"
+        _draw_learning(pair, runs, curves, kind.label.capitalize(), y_label, None if kind.percent else 5.0)
+    rates = [
+        [_points(run, [(row, row.learning_rate) for row in run.metrics.train if row.learning_rate])] for run in runs
+    ]
+    y_label = "learning rate, as applied (log scale)"
+    _draw_learning(panels[-1], runs, rates, "Applied learning rate", y_label, 1e4)
     panels[-1][0].set_yscale("log")
     panels[-1][0].locator_params(axis="x", integer=True)
     for axes in panels[-1]:
@@ -181,23 +182,28 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
     return save(plot, path)
 
 
-def _points(run: Run, values: Sequence[tuple[EpochRow, float | None]], kind: ObjectiveFigure) -> Points:
+def _points(run: Run, values: Sequence[tuple[EpochRow, float | None]], kind: Figure = LOSS) -> Points:
+    """A percentage that is missing is not drawn, another figure that is missing was not finite."""
     seconds = {0: 0.0} | dict(zip((row.epoch for row in run.metrics.train), training_seconds(run), strict=True))
-    missing = math.nan if kind.outlier_factor is None else math.inf
+    scale, missing = (100.0, math.nan) if kind.percent else (1.0, math.inf)
     points = [
-        (row.epoch, seconds.get(row.epoch, math.nan), missing if value is None else kind.scale * value, row.accepted)
+        (row.epoch, seconds.get(row.epoch, math.nan), missing if value is None else scale * value, row.accepted)
         for row, value in values
     ]
     return np.array(points, np.float64).reshape(-1, 4)
 
 
 def _draw_learning(
-    pair: Sequence[Axes], runs: Sequence[Run], curves: Sequence[Sequence[Points]], kind: ObjectiveFigure
+    pair: Sequence[Axes],
+    runs: Sequence[Run],
+    curves: Sequence[Sequence[Points]],
+    title: str,
+    y_label: str,
+    outlier_factor: float | None,
 ) -> None:
     """Against epochs and against time. `curves`: of each run, the first with markers, the second as a thin line."""
     trained = [points[points[:, 0] > 0.0, 2] if points[:, 0].any() else points[:, 2] for points, *_ in curves]
-    limit = math.inf if kind.outlier_factor is None else y_limit(trained, kind.outlier_factor)
-    title = kind.name.replace("_", " ").capitalize()
+    limit = math.inf if outlier_factor is None else y_limit(trained, outlier_factor)
     for column, (axes, against) in enumerate(zip(pair, ("epoch", "training time (seconds)"), strict=True)):
         for number, (run, (thick, *more)) in enumerate(zip(runs, curves, strict=True)):
             _curve(axes, thick[:, [column, 2, 3]], number, label(run.name), limit)
@@ -205,7 +211,7 @@ def _draw_learning(
             for thin in more:
                 inside = thin[thin[:, 2] <= limit]
                 axes.plot(inside[:, column], inside[:, 2], line, color=color, linewidth=0.8, alpha=0.7)
-        tidy(axes, f"{title} by {against.partition(' (')[0]}", against, kind.axis)
+        tidy(axes, f"{title} by {against.partition(' (')[0]}", against, y_label)
         axes.label_outer()
 
 
@@ -214,8 +220,9 @@ def _has_arrows(axes: Axes) -> bool:
 
 
 def _curve(axes: Axes, points: Points, number: int, name: str, limit: float) -> None:
-    """`points`: (points, 3), x, y, and whether the epoch was accepted. Arrows at the upper edge stand for the values above `limit`. The network before training, at 0, is drawn without
-    changing the axes if it would more than double the range of the epochs: they would be one flat line."""
+    """`points`: (points, 3), x, y, and whether the epoch was accepted. Arrows at the upper edge stand for the values above
+    `limit`. The network before training, at 0, is drawn without changing the axes if it would more than double the range
+    of the epochs: they would be one flat line."""
     from matplotlib.lines import Line2D
 
     color, marker, line = style(number)
@@ -274,11 +281,11 @@ def draw_consensus_distance(runs: Sequence[Run], path: Path) -> Path:
     """The relative distance of the workers' models from their mean, epoch by epoch; the band spans the workers."""
     plot = new_figure(9, 4.7)
     axes = plot.subplots()
-    distances = {number: consensus_distances(run) for number, run in enumerate(runs) if consensus_distances(run)}
-    curves = {
-        number: np.array([(epoch, 100 * fmean(v), 1, 100 * min(v), 100 * max(v)) for epoch, v in by_epoch.items()])
-        for number, by_epoch in distances.items()
-    }
+    curves = {}
+    for number, run in enumerate(runs):
+        points = [(n, 100 * fmean(v), 1, 100 * min(v), 100 * max(v)) for n, v in consensus_distances(run).items()]
+        if points:
+            curves[number] = np.array(points)
     limit = y_limit([curve[:, 1] for curve in curves.values()], 10.0)
     for number, curve in curves.items():
         _curve(axes, curve[:, :3], number, label(runs[number].name), limit)

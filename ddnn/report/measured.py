@@ -15,7 +15,7 @@ from pydantic import Field
 from ddnn.recipe.section import Count, Section
 from ddnn.recipe.source import configs_folder, read_yaml, validate
 from ddnn.report.runs import Run, number_of_workers, read_run
-from ddnn.report.scaling import Job, Measurement, Way, averages_parameters, averagings
+from ddnn.report.scaling import CommScheme, Job, Measurement, averages_parameters, averagings
 from ddnn.runs.rows import WorkerRow
 from ddnn.runs.run_status import BEST, FINAL, RECIPE
 from ddnn.util.errors import DataError, UserError
@@ -83,18 +83,18 @@ def network_cost(layers: Sequence[Layer]) -> tuple[int, float]:
 
 def _of_file(path: Path) -> list[Measurement]:
     hint = "docs/scaling.md describes such a file"
-    found = validate(Published, read_yaml(path), path, hint=hint)
-    lengths = [len(found.workers), len(found.total), len(found.communication)]
+    times = validate(Published, read_yaml(path), path, hint=hint)
+    lengths = [len(times.workers), len(times.total), len(times.communication)]
     if len(set(lengths)) > 1:
         raise DataError("workers, total and communication differ in length: {}, {}, {}".format(*lengths), location=path)
-    unit, way = SECONDS[found.unit], Way(found.strategy, found.comm_dtype)
-    job = Job(*network_cost(network_layers(found.network)), found.minibatch_size, found.averaging_period, found.frames)
+    unit, scheme = SECONDS[times.unit], CommScheme(times.strategy, times.comm_dtype)
+    job = Job(*network_cost(network_layers(times.network)), times.minibatch_size, times.averaging_period, times.frames)
     measurements = []
-    for workers, total, communication in zip(found.workers, found.total, found.communication, strict=True):
+    for workers, total, communication in zip(times.workers, times.total, times.communication, strict=True):
         if communication >= total:
             raise DataError(f"{workers} workers: communication is not below the total", location=path)
-        rounds = averagings(job, found.strategy, workers) if workers > 1 else 0.0
-        measurements.append(Measurement(str(path), workers, way, job, total * unit, communication * unit, rounds))
+        rounds = averagings(job, times.strategy, workers) if workers > 1 else 0.0
+        measurements.append(Measurement(str(path), workers, scheme, job, total * unit, communication * unit, rounds))
     return measurements
 
 
@@ -127,7 +127,7 @@ def _of_run(run: Run) -> Measurement:
     return Measurement(
         source=run.name,
         workers=workers,
-        way=Way(parallel.strategy, parallel.comm_dtype, overlap),
+        scheme=CommScheme(parallel.strategy, parallel.comm_dtype, overlap),
         job=job,
         seconds=total,
         comm=comm,

@@ -10,14 +10,15 @@ from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ddnn.nn.figures import FIGURES, Figure
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.runs.metrics import Metrics, read_metrics
-from ddnn.runs.rows import EpochRow, MetricsRow, StartRow
+from ddnn.runs.rows import EpochRow, StartRow
 from ddnn.runs.run_status import CHECKPOINTS, FINAL, METRICS, RECIPE, is_finished, model_digest, run_dir_hint
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
@@ -31,28 +32,18 @@ MAX_RESULT_BYTES = 64 << 20
 OVERLOADED = 0.8  # of the compute time as CPU time: with less, other processes took the cores
 
 
-class ObjectiveFigure(NamedTuple):
-    """A figure that the training objective computes over some frames."""
-
-    name: str  # in metrics rows
-    key: str = ""  # in the summary of a run
-    label: str = ""  # in tables
-    format: str = ""
-    scale: float = 1.0  # in plots
-    axis: str = ""
-    outlier_factor: float | None = None  # plots show values above so many times the usual ones as arrows
-
-
-FIGURES = (
-    ObjectiveFigure("loss", "loss", "loss per frame", ".4f", axis="loss per frame (nats)", outlier_factor=5.0),
-    ObjectiveFigure("frame_accuracy", "accuracy", "frame accuracy", ".2%", 100.0, "frame accuracy (%)"),
-)
-
-
-def figure(row: MetricsRow | None, name: str) -> float | None:
+def figure(row: EpochRow | None, kind: Figure) -> float | None:
     """A figure of the objective in a metrics row; None: not finite, not recorded, or there is no such row."""
-    value: float | None = getattr(row, name, None)
-    return value
+    return row.figures.get(kind.name) if row else None
+
+
+def name_of(kind: Figure) -> str:
+    return kind.label if kind.percent else f"{kind.label} per frame"
+
+
+def key_of(kind: Figure) -> str:
+    """In the summary of a run."""
+    return kind.name.removeprefix("frame_")
 
 
 @dataclass(frozen=True)
@@ -187,15 +178,15 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         "epochs": max(
             [0, *(row.epoch for row in (*metrics.train, *metrics.cv)), *(row.epoch for row in metrics.workers)]
         ),
-        "warmup_loss": figure(metrics.warmup, "loss"),
+        "warmup_loss": metrics.warmup and metrics.warmup.loss,
         "ended": metrics.end and metrics.end.reason,
         "finished": is_finished(run.path),  # there is a final model
         "model_epoch": model and model.epoch,  # of the final model, or the model so far
         "model_combination": metrics.combination,  # which mean the final model is; empty: the model of that epoch
         # training figures are those of the model's epoch, while the parameters changed
-        **{f"model_train_{name.key}": figure(trained, name.name) for name in FIGURES},
-        **{f"model_cv_{name.key}": figure(model, name.name) for name in FIGURES},
-        "lowest_cv_loss": figure(lowest, "loss"),  # of an epoch whose model was not kept, if lower
+        **{f"model_train_{key_of(kind)}": figure(trained, kind) for kind in FIGURES.values()},
+        **{f"model_cv_{key_of(kind)}": figure(model, kind) for kind in FIGURES.values()},
+        "lowest_cv_loss": lowest and lowest.loss,  # of an epoch whose model was not kept, if lower
         "lowest_cv_loss_epoch": lowest and lowest.epoch,
         "learning_rate": metrics.train[-1].learning_rate if metrics.train else None,  # as it was applied
         "seconds": training_seconds(run)[-1] if metrics.train else None,  # without cross-validation
@@ -347,12 +338,10 @@ def shares_by_rank(run: Run, name: str) -> dict[int, float | None]:
     spent: defaultdict[int, float] = defaultdict(float)
     total: defaultdict[int, float] = defaultdict(float)
     for row in run.metrics.workers:
-        fraction = getattr(row, f"{name}_fraction")
-        if fraction is not None and row.seconds:
-            spent[row.rank] += fraction * row.seconds
-            total[row.rank] += row.seconds
-    ranks = sorted({row.rank for row in run.metrics.workers})
-    return {rank: spent[rank] / total[rank] if rank in total else None for rank in ranks}
+        fraction, seconds = getattr(row, f"{name}_fraction"), row.seconds or 0.0
+        spent[row.rank] += seconds * (fraction or 0.0)
+        total[row.rank] += seconds if fraction is not None else 0.0
+    return {rank: spent[rank] / total[rank] if total[rank] else None for rank in sorted(spent)}
 
 
 def consensus_distances(run: Run) -> dict[int, list[float]]:

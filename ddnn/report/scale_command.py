@@ -14,10 +14,10 @@ from ddnn.report.measured import MAX_WORKERS, network_cost, network_layers, read
 from ddnn.report.runs import Run, incomparable, overload, read_runs, shortest_ends
 from ddnn.report.scaling import (
     SAME_COST,
+    CommScheme,
     Constants,
     Job,
     Measurement,
-    Way,
     averagings,
     calibrate,
     epoch_seconds,
@@ -91,9 +91,9 @@ class Scaling:
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "plots": [str(path) for path in self.plots]}
 
-    def speed_up(self, way: Way, workers: int) -> float:
-        way = replace(way, comm_dtype=self.comm_dtype)
-        return epoch_seconds(self.constants, way, 1) / epoch_seconds(self.constants, way, workers)
+    def speed_up(self, scheme: CommScheme, workers: int) -> float:
+        scheme = replace(scheme, comm_dtype=self.comm_dtype)
+        return epoch_seconds(self.constants, scheme, 1) / epoch_seconds(self.constants, scheme, workers)
 
     def as_text(self) -> str:
         """The constants, the measurements compared with the model, a column of speed-ups and efficiencies for each
@@ -111,7 +111,7 @@ class Scaling:
             )
             for source, k in zip(sources, self.checks, strict=True)
         ]
-        speed_ups = {p.workers: [self.speed_up(way, p.workers) for way in SAME_COST] for p in self.predictions}
+        speed_ups = {p.workers: [self.speed_up(scheme, p.workers) for scheme in SAME_COST] for p in self.predictions}
         costs = ("workers", *map(str, SAME_COST))
         efficiencies = [[str(n), *(f"{100 * s / n:.1f}" for s in row)] for n, row in speed_ups.items()]
         return render(
@@ -136,7 +136,7 @@ def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> S
         raise UserError(f"none of these numbers of workers was measured, only {sizes}", location="--fit")
     calibration = calibrate(used, options.latency, options.bandwidth and 1.0 / options.bandwidth)
     reference = calibration.constants
-    job, comm_dtype = _job(reference.job, options), options.comm_dtype or measured[0].way.comm_dtype
+    job, comm_dtype = _job(reference.job, options), options.comm_dtype or measured[0].scheme.comm_dtype
     constants = scaled(reference, job)
     scaling = Scaling(
         job=job,
@@ -211,24 +211,24 @@ def _notes(constants: Constants, options: ScaleOptions) -> list[str]:
 def _check_of(m: Measurement, measured: Sequence[Measurement], fitted: bool, reference: Constants) -> Check:
     """A measurement with several workers, compared with the model at its own averaging period and frames."""
     constants = scaled(reference, replace(m.job, operations=reference.job.operations))
-    model_alone = epoch_seconds(constants, m.way, 1)
+    model_alone = epoch_seconds(constants, m.scheme, 1)
     frame_seconds = [other.seconds / other.job.frames for other in measured if other.workers == 1]
     speed_up = min(frame_seconds, default=model_alone / m.job.frames) * m.job.frames / m.seconds
-    predicted = model_alone / epoch_seconds(constants, m.way, m.workers)
-    return Check(m.source, str(m.way), m.workers, fitted, speed_up, predicted, predicted / speed_up - 1.0)
+    predicted = model_alone / epoch_seconds(constants, m.scheme, m.workers)
+    return Check(m.source, str(m.scheme), m.workers, fitted, speed_up, predicted, predicted / speed_up - 1.0)
 
 
 def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) -> Iterator[Prediction]:
-    ways = [
-        Way(name, comm_dtype, overlap)
+    schemes = [
+        CommScheme(name, comm_dtype, overlap)
         for overlap in (False, True)
         for name, strategy in strategies().items()
         if strategy.overlaps or not overlap
     ]
-    for n, way in product(sizes, ways):
-        seconds = epoch_seconds(constants, way, n)
-        speed_up = epoch_seconds(constants, way, 1) / seconds
-        yield Prediction(way.strategy, way.overlap, comm_dtype, n, seconds, speed_up, speed_up / n)
+    for n, scheme in product(sizes, schemes):
+        seconds = epoch_seconds(constants, scheme, n)
+        speed_up = epoch_seconds(constants, scheme, 1) / seconds
+        yield Prediction(scheme.strategy, scheme.overlap, comm_dtype, n, seconds, speed_up, speed_up / n)
 
 
 def draw_scaling(scaling: Scaling, path: Path) -> Path:
@@ -239,10 +239,12 @@ def draw_scaling(scaling: Scaling, path: Path) -> Path:
     powers = [2**q for q in range(max(shown).bit_length())]
     sizes = sorted(shown.union(powers))
     panels = speed_up_panels(figure, sizes, powers[:: 1 + len(powers) // 12], "ideal: proportional to the workers")
-    colors = dict(zip(dict.fromkeys(way.strategy for way in SAME_COST), COLORS, strict=False))
-    for way, name in SAME_COST.items():
-        speed_ups, line = [scaling.speed_up(way, n) for n in sizes], "--" if way.overlap else "-"
-        plot_speed_up(panels, sizes, speed_ups, line, color=colors[way.strategy], linewidth=1.8, label=f"model: {name}")
+    colors = dict(zip(dict.fromkeys(scheme.strategy for scheme in SAME_COST), COLORS, strict=False))
+    for scheme, name in SAME_COST.items():
+        speed_ups, line = [scaling.speed_up(scheme, n) for n in sizes], "--" if scheme.overlap else "-"
+        plot_speed_up(
+            panels, sizes, speed_ups, line, color=colors[scheme.strategy], linewidth=1.8, label=f"model: {name}"
+        )
     checks = scaling.checks if scaling.as_measured else ()
     for number, strategy in enumerate(dict.fromkeys(check.strategy for check in checks)):
         workers, measured = zip(*((c.workers, c.measured) for c in checks if c.strategy == strategy), strict=True)

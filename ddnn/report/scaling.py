@@ -34,7 +34,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Way:
+class CommScheme:
     """How parameters are averaged: a key of `strategies()`, the type that is sent, whether training continues meanwhile."""
 
     strategy: str
@@ -45,14 +45,14 @@ class Way:
         return self.strategy + (", overlap" if self.overlap else "")
 
 
-EXACT_MEAN = Way("all-reduce")
+EXACT_MEAN = CommScheme("all-reduce")
 """How the mean at the end of an epoch is computed."""
 SAME_COST = {
     EXACT_MEAN: "all-reduce, bmuf",
-    Way("butterfly"): "butterfly, rings",
-    Way("gradient-all-reduce"): "gradient-all-reduce",
-    Way("all-reduce", overlap=True): "all-reduce, overlap",
-    Way("butterfly", overlap=True): "butterfly, rings, overlap",
+    CommScheme("butterfly"): "butterfly, rings",
+    CommScheme("gradient-all-reduce"): "gradient-all-reduce",
+    CommScheme("all-reduce", overlap=True): "all-reduce, overlap",
+    CommScheme("butterfly", overlap=True): "butterfly, rings, overlap",
 }
 """Strategies that cost the same in the model, one column each."""
 
@@ -86,32 +86,32 @@ def scaled(constants: Constants, job: Job) -> Constants:
     )
 
 
-def epoch_seconds(constants: Constants, way: Way, workers: int) -> float:
+def epoch_seconds(constants: Constants, scheme: CommScheme, workers: int) -> float:
     """T(n)."""
     job, c = constants.job, constants.minibatch_seconds
     if workers == 1:
         return constants.serial_seconds + job.frames / job.minibatch * c
-    period = _period(job, way.strategy)
-    comm = comm_seconds(constants, way, workers)
+    period = _period(job, scheme.strategy)
+    comm = comm_seconds(constants, scheme, workers)
     waiting = constants.block_std * math.sqrt(period / job.averaging_period) * expected_max_normal(workers)
     block = period * (c + constants.contention_seconds) + waiting
-    block = max(block, comm) if way.overlap else block + comm
-    has_mean = constants.final_mean and averages_parameters(way.strategy)
+    block = max(block, comm) if scheme.overlap else block + comm
+    has_mean = constants.final_mean and averages_parameters(scheme.strategy)
     mean = comm_seconds(constants, EXACT_MEAN, workers) if has_mean else 0.0
-    rounds = averagings(job, way.strategy, workers)
+    rounds = averagings(job, scheme.strategy, workers)
     return constants.serial_seconds + rounds * (block + constants.averaging_seconds) + mean
 
 
-def comm_seconds(constants: Constants, way: Way, workers: int) -> float:
+def comm_seconds(constants: Constants, scheme: CommScheme, workers: int) -> float:
     """x(n): the messages of one averaging."""
-    messages, size = _traffic(way, constants.job, workers)
+    messages, size = _traffic(scheme, constants.job, workers)
     return float(constants.latency * messages + constants.byte_seconds * size)
 
 
-def _traffic(way: Way, job: Job, workers: int) -> NDArray[np.float64]:
+def _traffic(scheme: CommScheme, job: Job, workers: int) -> NDArray[np.float64]:
     """Messages, one after the other, and bytes that a worker sends in an averaging."""
-    messages, models = strategies()[way.strategy].traffic(workers)
-    return np.array([messages, models * job.parameters * BYTES[way.comm_dtype]])
+    messages, models = strategies()[scheme.strategy].traffic(workers)
+    return np.array([messages, models * job.parameters * BYTES[scheme.comm_dtype]])
 
 
 def _period(job: Job, strategy: str) -> int:
@@ -151,7 +151,7 @@ class Measurement:
 
     source: str  # the run dir or file
     workers: int
-    way: Way
+    scheme: CommScheme
     job: Job
     seconds: float  # of the whole epoch
     comm: float  # spent sending parameters in it
@@ -191,7 +191,9 @@ def calibrate(
     times = (_times_of_totals if first.compute is None else _times_of_runs)(measured, assumed)
     alpha, beta = _message_times(measured, latency, byte_seconds, assumed)
     variances = [
-        m.block_std**2 / _period(m.job, m.way.strategy) for m in measured if m.workers > 1 and m.block_std is not None
+        m.block_std**2 / _period(m.job, m.scheme.strategy)
+        for m in measured
+        if m.workers > 1 and m.block_std is not None
     ]
     sigma = (fmean(variances) * first.job.averaging_period) ** 0.5 if variances else 0.0
     if not variances:
@@ -265,12 +267,12 @@ def _message_times(
     if not several:
         message = "no communication was measured: all runs have one worker"
         raise UserError(message, hint="add a run with two or more workers, or give --latency and --bandwidth")
-    if latency is None and byte_seconds is None and len({(m.workers, m.way.strategy) for m in several}) < 2:
+    if latency is None and byte_seconds is None and len({(m.workers, m.scheme.strategy) for m in several}) < 2:
         latency = 0.0
         assumed.append("communication of only one size was measured: its time is proportional to the bytes (alpha = 0)")
     messages, sizes = np.array(
         [
-            m.averagings * _traffic(m.way, m.job, m.workers) + m.final_mean * _traffic(EXACT_MEAN, m.job, m.workers)
+            m.averagings * _traffic(m.scheme, m.job, m.workers) + m.final_mean * _traffic(EXACT_MEAN, m.job, m.workers)
             for m in several
         ]
     ).T

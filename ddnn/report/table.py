@@ -15,16 +15,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ddnn.nn.figures import FIGURES
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import is_read
 from ddnn.recipe.schema import Recipe
 from ddnn.recipe.section import get_value
 from ddnn.report.figures import draw_report
 from ddnn.report.runs import (
-    FIGURES,
     Run,
     Summary,
     figure,
+    key_of,
+    name_of,
     read_runs,
     remarks,
     shortest_ends,
@@ -51,8 +53,8 @@ _MODEL_ROWS = {
     "warm-up training loss": "{warmup_loss:.4f}",
     "final model: epoch": "{model}",
     **{
-        f"its {split} {name.label}": f"{{model_{key}_{name.key}:{name.format}}}"
-        for name in FIGURES
+        f"its {split} {name_of(kind)}": f"{{model_{key}_{key_of(kind)}:{'.2%' if kind.percent else '.4f'}}}"
+        for kind in FIGURES.values()
         for split, key in (("training", "train"), ("CV", "cv"))
     },
     "lower CV loss, not kept": "{lowest_cv_loss:.4f} (epoch {lowest_cv_loss_epoch})",
@@ -156,18 +158,21 @@ class Report:
             for epoch in sorted({*trained, *validated}):
                 train, cv = trained.get(epoch), validated.get(epoch)
                 workers = [row for row in run.metrics.workers if row.epoch == epoch]
-                row = {"run": run.name, "epoch": epoch, "accepted": cv and cv.accepted}
-                for split, split_row in (("train", train), ("cv", cv)):
-                    row |= {f"{split}_{name.name}": figure(split_row, name.name) for name in FIGURES}
-                row |= {
-                    "learning_rate": train and train.learning_rate,
-                    "schedule_learning_rate": train and train.schedule_learning_rate,
-                    "training_seconds": seconds.get(epoch),
-                    "frames_per_second": train and train.frames_per_second,
-                    **{f"{label}_fraction": _mean(workers, f"{name}_fraction") for name, label in _TIMES.items()},
-                    "consensus_distance": _mean(workers, "consensus_distance"),
-                }
-                rows.append(row)
+                rows.append(
+                    {
+                        "run": run.name,
+                        "epoch": epoch,
+                        "accepted": cv and cv.accepted,
+                        **{f"train_{kind.name}": figure(train, kind) for kind in FIGURES.values()},
+                        **{f"cv_{kind.name}": figure(cv, kind) for kind in FIGURES.values()},
+                        "learning_rate": train and train.learning_rate,
+                        "schedule_learning_rate": train and train.schedule_learning_rate,
+                        "training_seconds": seconds.get(epoch),
+                        "frames_per_second": train and train.frames_per_second,
+                        **{f"{label}_fraction": _mean(workers, f"{name}_fraction") for name, label in _TIMES.items()},
+                        "consensus_distance": _mean(workers, "consensus_distance"),
+                    }
+                )
         return _csv(rows)
 
 
@@ -203,18 +208,16 @@ def _flat(run: Run, summary: Summary) -> dict[str, Any]:
 def _shown(run: Run, summary: Summary) -> dict[str, Any]:
     """The figures of a run that its column of the table shows: with one worker, none that compare workers, no zeros."""
     figures = _flat(run, summary)
-    alone = summary["workers"] == 1
-    figures["excluded_averagings"] = figures["excluded_averagings"] or None
-    figures["model"] = summary["model_combination"] or summary["model_epoch"]
-    if figures["model"] is not None and not summary["finished"]:
-        figures["model"] = f"{figures['model']} (so far)"
-    if "date" in figures:
-        figures["date"] = figures["date"][:16].replace("T", " ")
-    return {
-        name: value
-        for name, value in figures.items()
-        if value is not None and not (alone and (name.endswith("_rank") or (name.endswith("_mean") and not value)))
+    model = summary["model_combination"] or summary["model_epoch"]
+    figures |= {
+        "excluded_averagings": figures["excluded_averagings"] or None,
+        "model": model if summary["finished"] or model is None else f"{model} (so far)",
+        "date": run.start and run.start.date[:16].replace("T", " "),
     }
+    if summary["workers"] == 1:
+        means = {name: value or None for name, value in figures.items() if name.endswith("_mean")}
+        figures |= means | {name: None for name in figures if name.endswith("_rank")}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _format(text: str, figures: Mapping[str, Any]) -> str:
@@ -231,11 +234,11 @@ def _tables(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
     )
     for first in range(0, len(names), RUNS_PER_TABLE):
         part = slice(first, first + RUNS_PER_TABLE)
-        table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2))
+        table = Table.grid(padding=(0, 0, 0, 2), pad_edge=False)
         table.add_column(no_wrap=True)
-        for name in names[part]:
-            table.add_column(name, justify="right", overflow="fold")
-        for label, cells in rows.items():
+        for _ in names[part]:
+            table.add_column(justify="right", overflow="fold")
+        for label, cells in {"": names, **rows}.items():
             if set(cells[part]) != {"-"} or label == SPEED_UP:
                 table.add_row(*(printable(cell, "") for cell in (label, *cells[part])))
         console.print(*[""] * bool(first), table)
@@ -285,7 +288,7 @@ def _settings(recipes: Sequence[Recipe | None]) -> dict[str, list[Any]]:
     for key, info in keys().items():
         values = [_setting(recipe, key) for recipe in recipes]
         used = [value for value in values if value is not None]
-        only_some = len(used) < len([recipe for recipe in recipes if recipe]) and used[:1] not in (
+        only_some = len(used) < sum(map(bool, recipes)) and used[:1] not in (
             [info.default],
             ["not set"],
         )

@@ -178,5 +178,5 @@ def _predicted(sizes: Sequence[int], single: MeasuredEpoch, several: Mapping[int
         constants = calibrate(measured).constants
     except UserError:  # runs of different networks or minibatches: one model does not fit them
         return {}
-    seconds = {n: epoch_seconds(constants, measured[-1].way, n) for n in (1, *sizes)}
+    seconds = {n: epoch_seconds(constants, measured[-1].scheme, n) for n in (1, *sizes)}
     return {n: seconds[1] / seconds[n] for n in sizes}

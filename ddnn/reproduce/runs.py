@@ -19,7 +19,7 @@ from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.recipe.section import as_list, get_value
 from ddnn.recipe.source import first_error
-from ddnn.report.scaling import Job, Measurement, Way
+from ddnn.report.scaling import CommScheme, Job, Measurement
 from ddnn.reproduce.tables import FrozenModel, ReproduceConfig, Table, file_fingerprint, test_digest
 from ddnn.runs.rows import no_better_than_baseline
 from ddnn.runs.run_status import DBN, FINAL
@@ -101,7 +101,7 @@ class TimeBreakdown(FrozenModel):
 
 
 class MeasuredEpoch(FrozenModel):
-    """A mean epoch, the input of the scaling model: the fields of Way, Job and Measurement, in their order."""
+    """A mean epoch, the input of the scaling model: the fields of CommScheme, Job and Measurement, in their order."""
 
     strategy: str
     comm_dtype: str
@@ -121,12 +121,12 @@ class MeasuredEpoch(FrozenModel):
 
     @classmethod
     def of(cls, epoch: Measurement) -> MeasuredEpoch:
-        _, _, way, job, *rest = astuple(epoch)
-        return cls(**dict(zip(cls.model_fields, (*way, *job, *rest), strict=True)))
+        _, _, scheme, job, *rest = astuple(epoch)
+        return cls(**dict(zip(cls.model_fields, (*scheme, *job, *rest), strict=True)))
 
     def to_measurement(self, workers: int) -> Measurement:
         fields: list[Any] = list(dict(self).values())
-        return Measurement("record", workers, Way(*fields[:3]), Job(*fields[3:8]), *fields[8:])
+        return Measurement("record", workers, CommScheme(*fields[:3]), Job(*fields[3:8]), *fields[8:])
 
 
 class RunRecord(FrozenModel):

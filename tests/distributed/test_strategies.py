@@ -31,7 +31,7 @@ from ddnn.averaging.strategies import (
 )
 from ddnn.distributed.communicator import CommStats, Communicator, SingleProcess
 from ddnn.recipe.schema import AveragingConfig, Recipe
-from ddnn.report.scaling import Constants, Job, Way, comm_seconds, epoch_seconds
+from ddnn.report.scaling import CommScheme, Constants, Job, comm_seconds, epoch_seconds
 from ddnn.training.options import estimate_memory
 
 WORLDS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -327,8 +327,8 @@ def test_a_new_strategy_is_a_class_and_a_line_in_the_table(monkeypatch: pytest.M
 
     job = Job(parameters=1000, operations=6000.0, minibatch=100, averaging_period=10, frames=1e6)
     constants = Constants(job, 0.1, 0.0, 0.0, 0.0, 0.0, latency=1e-3, byte_seconds=1e-6, final_mean=False)
-    assert comm_seconds(constants, Way("halfway"), 5) == pytest.approx(3 * 1e-3 + 4000 * 1e-6)
-    assert epoch_seconds(constants, Way("halfway"), 5) == pytest.approx(200 * (10 * 0.1 + 0.007))
+    assert comm_seconds(constants, CommScheme("halfway"), 5) == pytest.approx(3 * 1e-3 + 4000 * 1e-6)
+    assert epoch_seconds(constants, CommScheme("halfway"), 5) == pytest.approx(200 * (10 * 0.1 + 0.007))
     parallel = AveragingConfig.model_construct(strategy="halfway")
     recipe = Recipe.model_construct(precision="float32")
     plain = estimate_memory(recipe, 6, 5, 4).cpu

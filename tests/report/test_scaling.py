@@ -25,10 +25,10 @@ from ddnn.nn.network import Network
 from ddnn.report.measured import network_cost, network_layers, read_measured
 from ddnn.report.scale_command import ScaleOptions, Scaling, scale
 from ddnn.report.scaling import (
+    CommScheme,
     Constants,
     Job,
     Measurement,
-    Way,
     averagings,
     calibrate,
     comm_seconds,
@@ -99,31 +99,35 @@ def test_an_epoch_by_hand() -> None:
     x = 4 * 1e-3 + 1.5 * 160e6 * 1e-9
     w = 0.05 * expected_max_normal(4)
     assert averagings(JOB, "all-reduce", 4) == 2500
-    assert comm_seconds(TRUE, Way("all-reduce"), 4) == pytest.approx(x)
-    assert epoch_seconds(TRUE, Way("all-reduce"), 1) == pytest.approx(100 + 1e5 * 0.15)
-    assert epoch_seconds(TRUE, Way("all-reduce"), 4) == pytest.approx(100 + 2500 * (1.7 + w + x + 0.1) + x)
-    assert epoch_seconds(TRUE, Way("all-reduce", overlap=True), 4) == pytest.approx(100 + 2500 * (1.7 + w + 0.1) + x)
+    assert comm_seconds(TRUE, CommScheme("all-reduce"), 4) == pytest.approx(x)
+    assert epoch_seconds(TRUE, CommScheme("all-reduce"), 1) == pytest.approx(100 + 1e5 * 0.15)
+    assert epoch_seconds(TRUE, CommScheme("all-reduce"), 4) == pytest.approx(100 + 2500 * (1.7 + w + x + 0.1) + x)
+    assert epoch_seconds(TRUE, CommScheme("all-reduce", overlap=True), 4) == pytest.approx(
+        100 + 2500 * (1.7 + w + 0.1) + x
+    )
     slow = replace(TRUE, byte_seconds=1e-7)
-    assert epoch_seconds(slow, Way("ring", overlap=True), 2) == pytest.approx(
+    assert epoch_seconds(slow, CommScheme("ring", overlap=True), 2) == pytest.approx(
         100 + 5000 * (16.001 + 0.1) + 2 * 1e-3 + 16.0
     ), "the exchange takes longer than the block"
     ring = 1e-3 + 160e6 * 1e-9
-    assert epoch_seconds(TRUE, Way("ring"), 4) == pytest.approx(100 + 2500 * (1.7 + w + ring + 0.1) + x)
+    assert epoch_seconds(TRUE, CommScheme("ring"), 4) == pytest.approx(100 + 2500 * (1.7 + w + ring + 0.1) + x)
     gradient = 25_000 * (0.17 + w / math.sqrt(10) + x + 0.1)
-    assert epoch_seconds(TRUE, Way("gradient-all-reduce"), 4) == pytest.approx(100 + gradient), "no last mean"
+    assert epoch_seconds(TRUE, CommScheme("gradient-all-reduce"), 4) == pytest.approx(100 + gradient), "no last mean"
     half = 1e-3 + 80e6 * 1e-9
-    assert epoch_seconds(TRUE, Way("ring", "bfloat16"), 4) == pytest.approx(100 + 2500 * (1.7 + w + half + 0.1) + x)
+    assert epoch_seconds(TRUE, CommScheme("ring", "bfloat16"), 4) == pytest.approx(
+        100 + 2500 * (1.7 + w + half + 0.1) + x
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(workers=st.integers(1, 2000))
 @settings(max_examples=30, deadline=None)
 def test_more_workers_never_beat_the_ideal_and_overlap_never_loses(strategy: str, workers: int) -> None:
-    way = Way(strategy)
-    speed_up = epoch_seconds(TRUE, way, 1) / epoch_seconds(TRUE, way, workers)
+    scheme = CommScheme(strategy)
+    speed_up = epoch_seconds(TRUE, scheme, 1) / epoch_seconds(TRUE, scheme, workers)
     assert 0 < speed_up <= workers * (1 + 1e-9)
     if STRATEGIES[strategy].overlaps:
-        assert epoch_seconds(TRUE, replace(way, overlap=True), workers) <= epoch_seconds(TRUE, way, workers)
+        assert epoch_seconds(TRUE, replace(scheme, overlap=True), workers) <= epoch_seconds(TRUE, scheme, workers)
 
 
 def test_another_job() -> None:
@@ -141,10 +145,10 @@ def measurement(
     job = replace(JOB, averaging_period=averaging_period)
     constants = replace(TRUE, job=job, block_std=0.0, final_mean=False)
     rounds = averagings(job, strategy, workers) if workers > 1 else 0.0
-    comm = rounds * comm_seconds(constants, Way(strategy), workers)
-    seconds = epoch_seconds(constants, Way(strategy), workers)
+    comm = rounds * comm_seconds(constants, CommScheme(strategy), workers)
+    seconds = epoch_seconds(constants, CommScheme(strategy), workers)
     compute = job.frames / job.minibatch / workers * (0.15 + 0.02 * (workers > 1))
-    found = Measurement("made up", workers, Way(strategy), job, seconds, comm, rounds)
+    found = Measurement("made up", workers, CommScheme(strategy), job, seconds, comm, rounds)
     return replace(found, compute=compute, rest=seconds - compute - comm) if told_apart else found
 
 
@@ -169,7 +173,11 @@ def test_the_last_mean_of_an_epoch_is_sent_as_float32() -> None:
     last = 4 * latency + 1.5 * 4 * size * byte_seconds
     measured = [
         replace(
-            measurement(4, strategy), way=Way(strategy, "bfloat16"), averagings=10.0, final_mean=True, comm=comm + last
+            measurement(4, strategy),
+            scheme=CommScheme(strategy, "bfloat16"),
+            averagings=10.0,
+            final_mean=True,
+            comm=comm + last,
         )
         for strategy, comm in (
             ("all-reduce", 10 * (4 * latency + 1.5 * 2 * size * byte_seconds)),
@@ -233,7 +241,7 @@ def test_run_dirs(tmp_path: Path) -> None:
     model = AcousticModel(FeatureConfig(), splice_only(40, 5), Network(mlp_layers(440, 4, 512, 616)))
     save_model(two / "best.safetensors", model)
     found = read_measured(two)[0]
-    assert (found.workers, found.way, found.averagings) == (2, Way("all-reduce"), 11)
+    assert (found.workers, found.scheme, found.averagings) == (2, CommScheme("all-reduce"), 11)
     assert found.job == Job(*network_cost(network_layers("440-4x512-616")), 256, 10, 2 * 28672)
     assert found.compute == pytest.approx(3.1 * 0.93)
     assert found.rest == pytest.approx(3.1 * (1 - 0.93 - 0.01) - 0.06)
@@ -261,7 +269,7 @@ def test_an_overlapped_run_hides_its_exchange(tmp_path: Path) -> None:
     rows = rows_of(2, comm_seconds=1.0, comm_fraction=0.01)
     run = write_run(tmp_path / "run", rows, "{workers: 2, overlap: true}")
     found = read_measured(run)[0]
-    assert found.way.overlap and found.comm == 1.0
+    assert found.scheme.overlap and found.comm == 1.0
     assert found.rest == pytest.approx(3.1 * 0.06)
 
 

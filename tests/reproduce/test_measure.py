@@ -11,7 +11,7 @@ from report_runs import epoch_row, rows_of, write_run
 from reproduce.synthetic import by_name, collapsed, diverged, epoch, record
 
 from ddnn.decoding.word_errors import speaker_numbers
-from ddnn.report.scaling import Job, Measurement, Way
+from ddnn.report.scaling import CommScheme, Job, Measurement
 from ddnn.reproduce.entries import overloaded_runs, speed_ups
 from ddnn.reproduce.measure import evaluate_run
 from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord
@@ -124,7 +124,7 @@ def test_rbms_that_were_trained_since_are_not_those_of_the_run(
     run_dir = write_run(tmp_path / "run", rows_of(1, epochs=2), more=pretrain)
     monkeypatch.setattr(
         "ddnn.reproduce.measure.read_measured",
-        lambda path: [Measurement("", 1, Way("ring"), Job(1, 2.0, 3, 4, 5.0), 1.0, 0.0, 0.0)],
+        lambda path: [Measurement("", 1, CommScheme("ring"), Job(1, 2.0, 3, 4, 5.0), 1.0, 0.0, 0.0)],
     )
     (run_dir / "final.safetensors").touch()
     (tmp_path / "dbn").mkdir()
@@ -192,7 +192,7 @@ def test_speakers_are_numbered_in_the_order_of_the_utterances(tmp_path: Path) ->
 
 def test_an_epoch_is_recorded_under_the_names_of_records() -> None:
     """The fields are taken in their order: none may change its place."""
-    way, job = Way("bmuf", "bfloat16", True), Job(1, 2.0, 3, 4, 5.0)
+    way, job = CommScheme("bmuf", "bfloat16", True), Job(1, 2.0, 3, 4, 5.0)
     epoch = Measurement("exp/run", 8, way, job, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, True)
     record = MeasuredEpoch.of(epoch)
     assert record.model_dump() == {
