@@ -22,7 +22,7 @@ from ddnn.nn.arithmetic import Float32, make_arithmetic
 from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, Pooling
 from ddnn.nn.elementwise import Activation
 from ddnn.nn.layer import Gemm, Layer, Params
-from ddnn.nn.layers import Affine
+from ddnn.nn.layers import Affine, layer_from_config
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
 from ddnn.optim.sgd import Sgd, SgdOptions
@@ -465,3 +465,36 @@ def test_nnet1_has_nothing_over_time(layer: Layer) -> None:
     model = AcousticModel(FeatureConfig(), splice_only(layer.input_dim, 0), Network((layer,)))
     with pytest.raises(UserError, match=r"cannot be a Kaldi nnet1 network: nnet1 has no component for .* over time"):
         to_nnet1(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "layer"),
+    [
+        (
+            {
+                "kind": "conv",
+                "in_features": 30,
+                "patch_dim": 3,
+                "patch_step": 1,
+                "patch_stride": 10,
+                "filters": 4,
+                "max_norm": 2.0,
+            },
+            Convolution.of_pieces(30, 3, 1, 10, 4, max_norm=2.0),
+        ),
+        (
+            {"kind": "conv2d", "times": 7, "channels": 2, "bands": 6, "time_size": 3, "band_size": 3, "filters": 4},
+            Convolution(7, 2, 6, 3, 3, 4),
+        ),
+        (
+            {"kind": "max-pool", "in_features": 24, "pool_size": 3, "pool_step": 3, "pool_stride": 4},
+            MaxPooling.of_patches(24, 3, 3, 4),
+        ),
+        (
+            {"kind": "average-pool2d"} | asdict(AveragePooling(4, 6, 3, 2, 3, 2, 3)),
+            AveragePooling(4, 6, 3, 2, 3, 2, 3),
+        ),
+    ],
+)
+def test_layers_of_earlier_model_files_are_read(config: dict[str, Any], layer: Layer) -> None:
+    assert layer_from_config(config) == layer == layer_from_config(layer.config())
