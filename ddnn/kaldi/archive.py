@@ -321,8 +321,9 @@ class MatrixReader(AbstractContextManager["MatrixReader"]):
     def _read_record(self, entry: ScpEntry) -> AnyArray:
         header, start = self._header(entry)
         if header is not None:
-            data = self._read_at(header.data_size, start)
-            if len(data) == header.data_size:
+            size = header.data_size
+            data = self._read_at(size, start)
+            if len(data) == size:
                 return decode_matrix(header, data)
         return self._at(entry, _read_matrix)
 

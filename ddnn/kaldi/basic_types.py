@@ -100,10 +100,11 @@ def _checked_header(token: bytes, fields: bytes | bytearray, remaining: int) -> 
     if not bounds and (fields[0] != 4 or fields[5] != 4):
         raise MalformedRecordError(f"expected two dims of 4 bytes each, found {bytes(fields)!r}")
     header = MatrixHeader(token[:-1].decode(), rows, columns, *bounds)
-    if min(rows, columns) < 0 or (rows == 0) != (columns == 0) or header.data_size > remaining:
+    size = header.data_size
+    if (rows <= 0 or columns <= 0 or size > remaining) and (rows or columns):
         claim = f"the header claims {rows} rows and {columns} columns"
         if min(rows, columns) > 0:
-            claim = f"cut short: {claim}, {header.data_size} bytes, at most {remaining} remain"
+            claim = f"cut short: {claim}, {size} bytes, at most {remaining} remain"
         raise MalformedRecordError(claim)
     return header
 

@@ -12,8 +12,7 @@ where it compresses a matrix of fewer than 5 rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,7 @@ from numpy.typing import NDArray
 from ddnn.util.arrays import Float32Array, Float64Array
 
 
-@dataclass(frozen=True)
-class MatrixHeader:
+class MatrixHeader(NamedTuple):
     """What a binary matrix claims; `minimum` and `span` are of the values of a compressed one."""
 
     token: str
