@@ -56,9 +56,11 @@ def test_the_programs_of_the_page_run_as_they_stand(
     assert printed[:5:2] == losses and len(losses) == 3 and printed[1].startswith("epoch 1 train: loss ")
     assert printed[5:7] == [
         "10 dims; cmvn: mean ; layers: 110 128 128 160",
-        f"loss {found.loss:.4f}, frame accuracy {found.frame_accuracy:.2%}",
+        f"loss {found.loss:.4f}, frame accuracy {found.figures['frame_accuracy']:.2%}",
     ]
-    assert found.frame_accuracy > 0.05 and re.fullmatch(r"word error rate .* at acoustic scale 0\.\d+", printed[7])
+    assert found.figures["frame_accuracy"] > 0.05 and re.fullmatch(
+        r"word error rate .* at acoustic scale 0\.\d+", printed[7]
+    )
     assert names["correct"].shape == (len(names["features"]),)
     np.testing.assert_allclose(names["logits"].detach().softmax(1), names["posteriors"], atol=2e-6)
     prepare_decoding(Path("exp/python"), Path("demo/corpus/test"), Path("decode"), "cpu")
