@@ -33,18 +33,18 @@ TOKENS = {
     "recipe": 12_450,
     "report": 14_550,
     "reproduce": 18_750,
-    "runs": 13_200,
+    "runs": 13_000,
     "slurm": 6_950,
     "synth": 5_250,
     "training": 33_000,
-    "util": 6_850,
+    "util": 7_100,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
 made longer, tokens cannot. A feature states what it may take before it is begun: a commit of its own raises the folder's number and
 gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
-    "modules over 400 lines": 25,
+    "modules over 400 lines": 24,
     "longest file": 601,
     "longest function": 55,
     "most imports of ddnn in a file": 36,

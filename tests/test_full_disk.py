@@ -18,9 +18,9 @@ from jobs import BEFORE_TRAINING, Job, RunCli, assert_refused, assert_trains, fi
 
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.nn.acoustic_model import NNET1_FRONTS, load_model
-from ddnn.runs import run_dir
 from ddnn.runs.rows import EpochRow, MetricsRow
 from ddnn.runs.run_dir import RunDir
+from ddnn.util import files
 from ddnn.util.errors import UserError
 
 PAGE = 4096
@@ -274,14 +274,14 @@ def assert_fails_with(result: Any, said: str) -> None:
 def test_a_log_that_finds_no_space_does_not_end_a_training(
     job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_log = run_dir._RunLog._open
+    open_log = files.LogFile._open
 
-    def without_space(log: run_dir._RunLog) -> io.TextIOWrapper:
+    def without_space(log: files.LogFile) -> io.TextIOWrapper:
         stream = open_log(log)
         os.dup2(os.open("/dev/full", os.O_WRONLY), stream.fileno())
         return stream
 
-    monkeypatch.setattr(run_dir._RunLog, "_open", without_space)
+    monkeypatch.setattr(files.LogFile, "_open", without_space)
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
     assert result.exit_code == 0, result.stderr
     assert files_in(job.run) == {*FINISHED, "checkpoints"}

@@ -4,12 +4,10 @@ files is refused, since a run directory may come from a stranger and must not le
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,19 +26,18 @@ from ddnn.runs.metrics import MetricsWriter
 from ddnn.runs.rows import EndRow, EventRow, MetricsRow, WorkerRow
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
 from ddnn.runs.tensorboard import TensorBoardWriter
-from ddnn.util.errors import DataError, DivergedError, UserError
+from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.files import (
     FileLock,
+    LogFile,
     atomic_write,
     ensure_directory,
     fsync_directory,
     has_content,
     is_full_disk,
-    open_for_append,
     write_text,
 )
 from ddnn.util.system import slurm_job_id
-from ddnn.util.text import EscapingFormatter
 
 if TYPE_CHECKING:  # they import torch
     from ddnn.distributed.communicator import Communicator
@@ -81,7 +78,7 @@ class RunDir:
         self._metrics = MetricsWriter(path / run_status.METRICS)
         self._writers = [self._metrics]  # of the rows that are recorded
         self._lock: FileLock | None = None
-        self._log: _RunLog | None = None
+        self._log: LogFile | None = None
         self._failed: set[str] = set()
         self._progress_written = 0.0
         self.log_interval: float = parent.log_interval if parent is not None else math.inf  # seconds within an epoch
@@ -107,7 +104,7 @@ class RunDir:
             # Again: what another run did until it released the lock.
             check_run_dir(path, kind, resume=resume, recipe=recipe, held=True)
             try:
-                run._log = _RunLog(path / LOG, append=resume or kind == "pretraining")
+                run._log = LogFile(path / LOG, append=resume or kind == "pretraining")
             except OSError as error:
                 raise UserError(f"cannot write {LOG}: {error.strerror}", location=path) from error
             logging.getLogger("ddnn").addHandler(run._log)
@@ -386,60 +383,9 @@ def open_run_dir(
     return run
 
 
-class _RunLog(logging.FileHandler):
-    """The log as a file. That it cannot be written is printed once: no reason to end a training of days."""
-
-    failed = False
-
-    def __init__(self, path: Path, append: bool) -> None:
-        """If it is appended to, a last line that was cut off is ended. UserError: no regular file. OSError."""
-        super().__init__(path, mode="a", encoding="utf-8", errors="backslashreplace")
-        self.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
-        assert self.stream is not None
-        descriptor = self.stream.fileno()
-        with suppress(OSError):  # no space for the line break
-            size = os.fstat(descriptor).st_size
-            if not append:
-                os.ftruncate(descriptor, 0)
-            elif size and os.pread(descriptor, 1, size - 1) != b"\n":
-                os.write(descriptor, b"\n")
-
-    def _open(self) -> io.TextIOWrapper:
-        descriptor = open_for_append(Path(self.baseFilename))
-        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)  # noqa: PTH123 (a descriptor)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self.failed:  # logging's own prints a traceback for each line
-            self.failed = True
-            print(f"ddnn: lines of {self.baseFilename} are lost: {sys.exc_info()[1]}", file=sys.stderr)
-
-    def close(self) -> None:
-        with suppress(OSError):  # what finds no space is lost
-            super().close()
-
-
 def load_run(path: Path) -> AcousticModel:
     """The final model of a run directory, or the one in a file, such as `BEST` of a training that has not finished;
     DataError if there is none (yet), or a damaged one."""
     from ddnn.nn.acoustic_model import load_model  # imports torch
 
-    return load_model(_model_file(path))
-
-
-def _model_file(path: Path) -> Path:
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise DataError("there is no such run dir", location=path, hint=run_status.run_dir_hint(path))
-    if not (path / FINAL).exists() and (path / RECIPE).exists():
-        run_status.refuse_pretraining(path)
-        status = run_status.known_status(path)
-        outcome, hint = "has not finished", f"let it finish first, or resume it: {run_status.resume_command(path)}"
-        if status is not None and status.state == "diverged":
-            outcome, hint = "diverged", (status.error.hint if status.error is not None else "") or ""
-        if (path / BEST).exists():
-            hint += f"{'; ' * bool(hint)}or name its latest accepted network: {path / BEST}"
-        raise DataError(f"this training {outcome}: there is no {FINAL}", location=path, hint=hint or None)
-    if not (path / FINAL).exists():
-        raise DataError(f"there is no {FINAL}", location=path, hint=run_status.run_dir_hint(path))
-    return path / FINAL
+    return load_model(run_status.model_file(path))

@@ -289,3 +289,23 @@ def check_run_dir(
                 raise UserError(f"{message} and seed", location=path, hint=hint)
     except OSError as error:
         raise UserError(f"cannot look into the run dir: {error.strerror}", location=path) from error
+
+
+def model_file(path: Path) -> Path:
+    """The file of the final model of a run directory, or `path` itself if it is a file. DataError: there is none (yet)."""
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise DataError("there is no such run dir", location=path, hint=run_dir_hint(path))
+    if not (path / FINAL).exists() and (path / RECIPE).exists():
+        refuse_pretraining(path)
+        status = known_status(path)
+        outcome, hint = "has not finished", f"let it finish first, or resume it: {resume_command(path)}"
+        if status is not None and status.state == "diverged":
+            outcome, hint = "diverged", (status.error.hint if status.error is not None else "") or ""
+        if (path / BEST).exists():
+            hint += f"{'; ' * bool(hint)}or name its latest accepted network: {path / BEST}"
+        raise DataError(f"this training {outcome}: there is no {FINAL}", location=path, hint=hint or None)
+    if not (path / FINAL).exists():
+        raise DataError(f"there is no {FINAL}", location=path, hint=run_dir_hint(path))
+    return path / FINAL

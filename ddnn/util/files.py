@@ -7,9 +7,11 @@ import errno
 import fcntl
 import hashlib
 import io
+import logging
 import os
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from ddnn.util.errors import UserError
+from ddnn.util.text import EscapingFormatter
 
 _CHUNK = 4 << 20  # bytes read at once
 
@@ -300,3 +303,35 @@ def is_locked(path: Path) -> bool | None:
     except OSError:
         return None
     return False
+
+
+class LogFile(logging.FileHandler):
+    """A log that may find no space: that is printed once, and is no reason to end a training of days."""
+
+    failed = False
+
+    def __init__(self, path: Path, append: bool) -> None:
+        """If it is appended to, a last line that was cut off is ended. UserError: no regular file. OSError."""
+        super().__init__(path, mode="a", encoding="utf-8", errors="backslashreplace")
+        self.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
+        assert self.stream is not None
+        descriptor = self.stream.fileno()
+        with suppress(OSError):  # no space for the line break
+            size = os.fstat(descriptor).st_size
+            if not append:
+                os.ftruncate(descriptor, 0)
+            elif size and os.pread(descriptor, 1, size - 1) != b"\n":
+                os.write(descriptor, b"\n")
+
+    def _open(self) -> io.TextIOWrapper:
+        descriptor = open_for_append(Path(self.baseFilename))
+        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)  # noqa: PTH123 (a descriptor)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.failed:  # logging's own prints a traceback for each line
+            self.failed = True
+            print(f"ddnn: lines of {self.baseFilename} are lost: {sys.exc_info()[1]}", file=sys.stderr)
+
+    def close(self) -> None:
+        with suppress(OSError):  # what finds no space is lost
+            super().close()
