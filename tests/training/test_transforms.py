@@ -140,7 +140,7 @@ def test_a_model_with_transforms_needs_those_of_the_data(folder: Path, run_cli: 
         assert_refused(refused, "there is no final.mat, final.mdl or trans.* in it")
     (folder / "tri4/splice_opts").write_text("--left-context=2 --right-context=1\n")
     refused = run_cli(*decode, "--transforms", folder / "tri4/decode_test")
-    assert_refused(refused, "other transforms than those of the training data: left_context 2 found, 1 expected")
+    assert_refused(refused, "other transforms than those of the training data: LDA+MLLT over 2+1+1 frames, fMLLR found")
     assert files_in(out) == set()
 
 
