@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ddnn.nn.figures import FRAME_ACCURACY
 from ddnn.runs import run_status as files
 from ddnn.runs.checkpoint_manifest import peek_checkpoint
 from ddnn.runs.metrics import Metrics, read_metrics
@@ -153,7 +154,7 @@ class Status:
     def row(self) -> tuple[str, ...]:
         """Its cells in the table of `Statuses`."""
         run, model, train = self.run, self.metrics.last_accepted, self.metrics.train
-        loss, accuracy = (model.loss, model.frame_accuracy) if model else (None, None)
+        loss, accuracy = (model.loss, model.figures.get(FRAME_ACCURACY.name)) if model else (None, None)
         note = self.slurm_text if self.state == "pending" else (self.error or self.warning or "").partition("\n")[0]
         epoch = f"{self.last.epoch if self.last else 0}" + (f"/{run.max_epochs}" if run and run.max_epochs else "")
         if run is not None and run.kind == "pretraining":

@@ -101,10 +101,6 @@ class _Result(MetricsRow):
     def loss(self) -> float | None:
         return next(iter(self.figures.values()))
 
-    @property
-    def frame_accuracy(self) -> float | None:
-        return self.figures.get(FRAME_ACCURACY.name)
-
 
 class _Figures(_Result):
     """Figures and speed over some frames, all workers together."""

@@ -195,7 +195,7 @@ def test_what_is_not_finite_is_written_as_null(tmp_path: Path, value: float) -> 
     path = tmp_path / "metrics.jsonl"
     MetricsWriter(path).write(EpochRow(epoch=1, split="train", loss=value, frame_accuracy=0.1, seconds=value))
     row = read_metrics(path).train[0]
-    assert (row.loss, row.seconds, row.frame_accuracy) == (None, None, 0.1)
+    assert (row.loss, row.seconds, row.figures["frame_accuracy"]) == (None, None, 0.1)
     assert "nan" in row.as_text()
 
 

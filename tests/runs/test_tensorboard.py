@@ -46,7 +46,7 @@ def recorded(run: Path) -> Points:
     metrics = read_metrics(run / "metrics.jsonl")
     found: Points = {}
     for row in (*metrics.train, *metrics.cv):
-        figures = {f"loss/{row.split}": row.loss, f"frame_accuracy/{row.split}": row.frame_accuracy}
+        figures = {f"loss/{row.split}": row.loss, f"frame_accuracy/{row.split}": row.figures["frame_accuracy"]}
         if row.split == "train":
             figures |= {"learning_rate/applied": row.learning_rate, "speed/frames_per_second": row.frames_per_second}
             (worker,) = (one for one in metrics.workers if one.epoch == row.epoch)
