@@ -121,7 +121,7 @@ NNET1: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "a filter of NaN": (
         "final.nnet",
         convolutional("-0.04411672", "nan"),
-        ("finite values in the filters of <ConvolutionalComponent>, found nan at [0, 1]",),
+        ("component 1 (ConvolutionalComponent): filters[0, 1] is nan, expected a finite value",),
     ),
     "unknown component": (
         "final.nnet",
