@@ -20,20 +20,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
     "top": 3_300,
-    "averaging": 5_700,
+    "averaging": 5_550,
     "bench": 4_800,
     "cli": 5_400,
     "data": 16_500,
     "decoding": 9_100,
-    "distributed": 9_550,
-    "inspection": 7_200,
+    "distributed": 9_500,
+    "inspection": 7_150,
     "kaldi": 21_300,
-    "nn": 26_800,
-    "optim": 7_500,
+    "nn": 26_750,
+    "optim": 7_400,
     "recipe": 12_450,
     "report": 14_550,
     "reproduce": 18_750,
-    "runs": 13_000,
+    "runs": 12_900,
     "slurm": 6_950,
     "synth": 5_250,
     "training": 33_000,
@@ -44,8 +44,8 @@ made longer, tokens cannot. A feature states what it may take before it is begun
 gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
-    "modules over 400 lines": 24,
-    "longest file": 601,
+    "modules over 400 lines": 14,
+    "longest file": 590,
     "longest function": 55,
     "most imports of ddnn in a file": 36,
     "modules with one importer": 19,
@@ -236,6 +236,13 @@ def test_tokens(folder: str) -> None:
         f"ddnn/{folder} has {figure} tokens, its budget is {budget}: make it smaller. If a feature needs more, raise the "
         "number in TOKENS in a commit of its own that says which feature, how many tokens it takes and why not fewer"
     )
+
+
+@pytest.mark.parametrize("folder", TOKENS)
+def test_token_budgets_are_tight(folder: str) -> None:
+    """What has become smaller stays smaller."""
+    figure, budget = tokens_of_folders()[folder], TOKENS[folder]
+    assert figure >= 0.95 * budget, f"ddnn/{folder} has {figure} tokens, so lower its budget of {budget}"
 
 
 def measured() -> dict[str, tuple[int, str]]:
