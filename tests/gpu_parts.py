@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -320,7 +320,8 @@ def training(found: Found, device: str, size: Size, folder: Path) -> None:
             done.append((row, tolerance, run_dir))
     for optimizer, process in references.items():
         found.expect(
-            process.wait() == 0, f"{optimizer}: the training on the CPU ended with exit code {process.returncode}"
+            process.wait() in (0, LEARNED_NOTHING),
+            f"{optimizer}: the training on the CPU ended with exit code {process.returncode}",
         )
         with trying(found, f"{optimizer} on the CPU"):
             found.add(optimizer=optimizer, where="cpu", keys="", **figures(folder / f"cpu-{optimizer}"))
@@ -420,11 +421,14 @@ def ddnn_command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "ddnn.cli", *map(str, arguments)]
 
 
-def ddnn(*arguments: object) -> str:
+LEARNED_NOTHING = 3  # the exit code of a training whose model is no better than one that ignores its input
+
+
+def ddnn(*arguments: object, allowed: Sequence[int] = (0,)) -> str:
     """What the command prints. RuntimeError: it failed, with the end of its messages."""
     process = subprocess.run(ddnn_command(*arguments), capture_output=True, text=True, check=False)
     sys.stderr.write(process.stderr)
-    if process.returncode:
+    if process.returncode not in allowed:
         said = " ".join(process.stderr.strip().splitlines()[-4:])
         raise RuntimeError(f"ddnn {arguments[0]} ended with exit code {process.returncode}: {said[-600:]}")
     return process.stdout
@@ -441,7 +445,7 @@ def train_arguments(recipe: Path, run_dir: Path, device: str, keys: Mapping[str,
 
 def train(found: Found, recipe: Path, run_dir: Path, device: str, keys: Mapping[str, Any]) -> None:
     """Trains by `ddnn train`, and notes what its log says of the GPU, and its warnings."""
-    ddnn(*train_arguments(recipe, run_dir, device, keys))
+    ddnn(*train_arguments(recipe, run_dir, device, keys), allowed=(0, LEARNED_NOTHING))  # of a few frames in the tests
     for line in (run_dir / "train.log").read_text().splitlines():
         if " WARNING " in line or "CUDA graph" in line or "on the GPU" in line:
             found.note(f"{run_dir.name}: {line[24:]}")

@@ -322,7 +322,7 @@ def test_a_resume_names_the_corpus_that_has_changed(
         (["data.train={data}", "data.alignments=[{ali},{ali}]"], "data.alignments: 2 found, but data.train names 1"),
         (["data.train=[{data},nowhere]"], "data.train: 'nowhere' does not exist"),
         (["data.train=[]"], "data.train: a list found, expected a path or a list, each a path"),
-        (["data.train=[{data},5]"], "data.train: 5 found, expected a path or a list"),
+        (["data.train=[{data},5]"], "data.train: a list found, expected a path or a list"),
         (["data.cv.fraction=null", "data.cv.data=[{data},{data}]", "data.cv.alignments={ali}"], "data.cv.alignments: 1 found, but data.cv.data names 2"),
         (["data.cv.fraction=null", "data.cv.speakers={data}", "data.cv.by=utterance"], "data.cv.by: never read, as there is no data.cv.fraction"),
         (["data.cv.by=word"], "data.cv.by: the text 'word' found, expected speaker or utterance"),

@@ -82,7 +82,7 @@ def test_what_auto_has_chosen_is_recorded_and_shown(
         assert re.search(rf"(?m)^ *precision +{chosen}( on .*)?$", shown.stdout), command
     for path, found in ((run / "metrics.jsonl", chosen), (run / "recipe.yaml", chosen), (recipe, "auto")):
         assert json.loads(run_cli("info", path, "--json").stdout)["precision"] == found
-    assert json.loads(run_cli("status", run, "--json").stdout)["precision"] == chosen
+    assert json.loads(run_cli("status", run, "--json").stdout)["start"]["precision"] == chosen
     assert json.loads(run_cli("report", run, "--json", "--no-plots").stdout)["runs"][0]["start"]["precision"] == chosen
 
 
