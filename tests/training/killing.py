@@ -90,7 +90,7 @@ class Several:
         words = ["train", str(recipe), "--run-dir", str(run), "--workers", str(workers), "--device", "cpu"]
         words += ["--resume=auto", "--set", "parallel.max_restarts=1000"]  # early kills leave no checkpoint
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMIX_", "OMPI_"))}
-        self.run = str(run)
+        self.run, self.lost_a_worker = str(run), False
         with run.with_suffix(".out").open("a") as said:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ddnn.cli", *words],
@@ -235,11 +235,14 @@ def interrupt(training: Several, choose: random.Random) -> str:
     if way == "kill a worker" and workers:
         with suppress(ProcessLookupError):
             os.kill(choose.choice(workers), signal.SIGKILL)
+        training.lost_a_worker = True
         return way
     number = signal.SIGKILL if way.startswith("kill") else signal.Signals[way]
     training.process.send_signal(number)
     code, until = training.process.wait(timeout=SECONDS), time.monotonic() + 30
-    assert code in (0, 75, 128 + number, -number), f"exit code {code} after {way}"
+    # 137: the launcher was asked to stop before it had noticed that a worker is dead.
+    allowed = (0, 75, 128 + number, -number, *[128 + signal.SIGKILL] * training.lost_a_worker)
+    assert code in allowed, f"exit code {code} after {way}"
     while training.workers() and time.monotonic() < until:
         time.sleep(0.02)
     assert not training.workers(), "a worker has outlived its job"
