@@ -237,9 +237,9 @@ class _Launcher:
         explained = reports.exit_code is not None or reports.hung is not None or self.signals.first is not None
         if not explained or terminal_level() <= logging.DEBUG:
             sys.stderr.write(self.signals.own_messages.decode(errors="backslashreplace"))
-        said = "".join([*reports.messages, reports.stacks])
-        if said:  # on a terminal below a progress bar, whose line does not end
-            sys.stderr.write("\n" * sys.stderr.isatty() + said)
+        messages = "".join([*reports.messages, reports.stacks])
+        if messages:  # on a terminal below a progress bar, whose line does not end
+            sys.stderr.write("\n" * sys.stderr.isatty() + messages)
         sys.stderr.flush()
         if reports.exit_code is not None:
             code = reports.exit_code

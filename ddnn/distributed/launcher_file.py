@@ -50,11 +50,13 @@ def append(environment: Mapping[str, str] = os.environ, /, **entry: Any) -> bool
 
 
 def entries(environment: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
-    """All entries in their order; none where there is no file."""
+    """All entries in their order, but for one that is half written, as by a worker that was killed; none where there is no
+    file."""
     try:
-        return [json.loads(line) for line in _path(environment).read_bytes().splitlines()]
+        lines = _path(environment).read_bytes().splitlines(keepends=True)
     except OSError:
         return []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def _path(environment: Mapping[str, str]) -> Path:

@@ -49,7 +49,11 @@ def check_known(figures: dict[str, Value]) -> dict[str, Value]:
     return {name: figures[name] for name in FIGURES if name in figures}
 
 
+def texts(figures: Mapping[str, float | None]) -> list[str]:
+    """["loss 1.2345", "frame accuracy 57.08 %"]; None is not finite."""
+    return [FIGURES[name].text(math.nan if value is None else value) for name, value in figures.items()]
+
+
 def describe(figures: Mapping[str, float | None], separator: str = ", ") -> str:
-    """ "loss 1.2345, frame accuracy 57.08 %"; None is not finite."""
-    values = {name: math.nan if value is None else value for name, value in figures.items()}
-    return separator.join(FIGURES[name].text(value) for name, value in values.items())
+    """ "loss 1.2345, frame accuracy 57.08 %"."""
+    return separator.join(texts(figures))

@@ -86,13 +86,18 @@ class Newbob(Schedule):
     halving: bool = field(default=False, init=False)
     best: float = field(default=float("nan"), init=False)
 
+    @property
+    def _figure(self) -> str:
+        """The name of the criterion among the figures of an objective."""
+        return self.criterion.replace("-", "_")
+
     def initialize(self, figures: Mapping[str, float]) -> None:
-        self.best = figures[self.criterion.replace("-", "_")]
+        self.best = figures[self._figure]
 
     def step(self, figures: Mapping[str, float]) -> bool:
         self.epoch += 1
         by_loss = self.criterion == "loss"
-        before, now = self.best, figures[self.criterion.replace("-", "_")]
+        before, now = self.best, figures[self._figure]
         better = now < before if by_loss else now > before
         accepted = better or self.epoch <= max(self.keep_lr_epochs, self.min_epochs)
         if accepted:

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, check_known, describe
+from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, check_known, describe, texts
 from ddnn.util.text import environment, printable
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class EndRow(_Result):
     @property
     def summary(self) -> str:
         """Which model it is, its figures in cross-validation, and why training ended."""
-        loss, *others = describe(self.figures, separator="\n").split("\n")
+        loss, *others = texts(self.figures)
         figures = ", ".join([f"CV {loss}{' (bf16)' * (self.precision == 'bf16')}", *others])
         kept = next(iter(self.kept.values()), None)
         alone = f"; epoch {self.kept_epoch} alone {math.nan if kept is None else kept:.4f}" if self.combination else ""

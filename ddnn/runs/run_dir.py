@@ -210,8 +210,8 @@ class RunDir:
     def record(self, row: MetricsRow) -> None:
         """Logs a row and appends it to metrics.jsonl; if the disk is full, as soon as there is space."""
         text, self._logged = row.as_text(), time.monotonic()
-        said = isinstance(row, EventRow) and row.event == "resumed"  # as the checkpoint was read
-        if text and not said:
+        logged = isinstance(row, EventRow) and row.event == "resumed"  # as the checkpoint was read
+        if text and not logged:
             log.log(logging.WARNING if isinstance(row, WorkerRow) else logging.INFO, text)
         for writer in self._writers:
             writer.write(row)

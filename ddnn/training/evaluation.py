@@ -23,7 +23,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, read_pdf_counts, transition_digest
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision
-from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, Figure, describe
+from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, Figure, describe, texts
 from ddnn.nn.network import evaluation_workspace, tensor_like
 from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.nn.scorer import forward_batches
@@ -78,8 +78,8 @@ class EvalResult:
 
     def as_text(self) -> str:
         """One line, one more where utterances were skipped or trimmed, and one for each part, the worst first."""
-        figures = f"{describe(self.figures).replace(', ', ' per frame, ', 1)}, {self.frames} frames"
-        figures += f", {self.precision}" if self.precision else ""
+        loss, *others = texts(self.figures)
+        figures = ", ".join([f"{loss} per frame", *others, f"{self.frames} frames", *filter(None, [self.precision])])
         notable = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.utterances.items() if count]
         lines = [figures] if len(notable) < 2 else [figures, f"utterances: {', '.join(notable)}"]
         worst_first = sorted(self.parts.items(), key=lambda part: part[1].quality)

@@ -101,6 +101,9 @@ class TrainingProgress:
         """Restores `state_dict`; DataError where the state is of another form."""
         self.epoch = int(tensor_like(torch.tensor(0), state, "epoch"))
         self.minibatch, length = tensor_like(torch.tensor([0, 0]), state, "minibatches").tolist()
+        if min(self.epoch, self.minibatch) < 0:
+            message = f"epoch {self.epoch}, minibatch {self.minibatch} found, expected numbers from 0 on"
+            raise DataError(message)
         self.num_minibatches = None if length < 0 else length
         self.seconds = float(tensor_like(torch.zeros((), dtype=torch.float64), state, "seconds"))
         if not 0.0 <= self.seconds <= 1e9:

@@ -20,7 +20,7 @@ from distributed.mpi_worlds import all_gone, launch, need_mpi
 
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.failures import abort_all_on_error, message_and_code, read_reports
-from ddnn.distributed.launcher_file import LauncherFile, append, entries
+from ddnn.distributed.launcher_file import VARIABLE, LauncherFile, append, entries
 from ddnn.distributed.signals import EXIT_KILLED
 from ddnn.util.errors import DivergedError, UserError
 
@@ -240,3 +240,12 @@ def test_the_first_error_counts(
         file.clear()
         assert entries(file.environment) == []
     assert not append(file.environment, **BAD_DATA) and not append({}, **BAD_DATA)
+
+
+def test_an_entry_that_a_killed_worker_has_half_written_is_passed_over() -> None:
+    with closing(LauncherFile()) as file:
+        assert append(file.environment, message="whole")
+        path, _, _ = file.environment[VARIABLE].rpartition(":")
+        with Path(path).open("ab") as half:
+            half.write(b'{"message": "ha')
+        assert entries(file.environment) == [{"message": "whole"}]

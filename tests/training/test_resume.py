@@ -795,6 +795,8 @@ def test_a_checkpoint_of_a_stranger(tmp_path: Path, stop_at: Callable[[int, sign
         {"losses.sums": torch.zeros(2, 2, dtype=torch.float64)},
         {"averager.counters": torch.zeros(2, dtype=torch.int64)},
         {"progress.minibatches": torch.zeros(1, dtype=torch.int64)},
+        {"progress.minibatches": torch.tensor([-1, 9])},
+        {"progress.epoch": torch.tensor(-1)},
     ):
         checkpoints.save(found.metadata, shared, {**own, **change})
         with pytest.raises(DataError):
