@@ -331,7 +331,8 @@ def test_names_from_files_do_not_control_the_terminal(tmp_path: Path, run_cli: R
     shutil.copytree(job.run, tmp_path / "two" / HOSTILE)
     report = run_cli("report", job.run, tmp_path / "two" / HOSTILE, "--no-plots")
     assert report.exit_code == 0
-    assert_tame(report.stdout, "e[bold]\\u007f\\nforged: ok")
+    # Where the table folds a long name depends on the name of the processor in the column beside it.
+    assert_tame(re.sub("\n {40,}", "", report.stdout), escaped)
     json.loads(run_cli("status", job.run, "--json").stdout)
 
 
