@@ -122,7 +122,10 @@ DATA: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "a command": (change_line(lambda line: f"{U} cat feats.ark |"), (U, "feats.scp, line", "is a shell command")),
     "NaN": (with_value(np.nan), (U, "feats.ark", "nan in row 7, column 2")),
     "Inf": (with_value(-np.inf), (U, "feats.ark", "-inf in row 7, column 2")),
-    "other dims": (change_features(lambda x: x[:, :3]), (U, "feats.scp", "3 dims found, 4 expected as in spk0-utt000")),
+    "other dims": (
+        change_features(lambda x: x[:, :3]),
+        (U, "feats.scp", "3 dims found, 4 expected as in the first utterance"),
+    ),
     "a vector": (
         lambda job: job.ark.write_bytes(job.ark.read_bytes().replace(b"FM ", b"FV ", 1)),
         ("spk0-utt000", "feats.ark", "expected a matrix (FM, DM, CM, CM2 or CM3), found a vector"),

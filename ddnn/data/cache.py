@@ -24,7 +24,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -33,11 +32,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
-from ddnn.data.dataset import frame_labels, utterance_offsets
+from ddnn.data.dataset import frame_labels
+from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex, check_skipped
-from ddnn.data.loading import Corpus, DataConfig, FeatureLoader, index_corpus
+from ddnn.data.loading import Corpus, DataConfig, effective_processes, index_corpus, load_features
 from ddnn.distributed.communicator import Communicator
-from ddnn.kaldi.alignments import read_alignments
+from ddnn.kaldi.alignments import Alignments, read_alignments
 from ddnn.kaldi.data_dir import DataDir, read_data_dir
 from ddnn.kaldi.transforms import fmllr_files
 from ddnn.util.errors import DataError
@@ -46,7 +46,7 @@ from ddnn.util.system import available_memory
 
 log = logging.getLogger(__name__)
 
-VERSION = 4  # of the file's format, and of what loading makes of the same input
+VERSION = 5  # of the file's format, and of what loading makes of the same input
 SUFFIX = ".features"
 MAX_INDEX_BYTES = 1 << 28
 READ_BYTES = 4 << 20
@@ -60,32 +60,20 @@ class CorruptCacheError(Exception):
 
 
 class CacheIndex(BaseModel):
-    """What a cache file holds besides features (rows, width) and labels (rows,) int32."""
+    """What a cache file holds besides features (rows, width) and labels (rows,) int32; see `UtteranceIndex`."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     key: str  # `cache_key`
-    # feature dimension in the archives, and in the file
     dim: PositiveInt
-    width: PositiveInt
-    context: NonNegativeInt
-    dtype: Literal["float32", "float16"]
     selected: list[int]  # which utterances of the data dir are used
     num_frames: list[PositiveInt]  # of each
     pdf_counts: list[NonNegativeInt]
-    counts: dict[str, int]  # what was skipped or trimmed
-    mismatch: str  # `UtteranceIndex.mismatch`
+    counts: dict[str, int]
+    mismatch: str
     blocks: list[
         tuple[NonNegativeInt, NonNegativeInt]
     ]  # bytes and CRC-32 of the parts of the features, and of the labels
-
-    @property
-    def rows(self) -> int:
-        return sum(self.num_frames) + 2 * self.context * len(self.num_frames)
-
-    @property
-    def feature_bytes(self) -> int:
-        return self.rows * self.width * np.dtype(self.dtype).itemsize
 
     def encode(self) -> bytes:
         """The end of a file, from the byte after the labels on."""
@@ -101,42 +89,39 @@ def cache_key(directory: DataDir, corpus: Corpus, config: DataConfig) -> str | N
 
     None where an entry is a shell command, or a file cannot be read (whoever reads it next says why).
     """
-    options = {"version": VERSION, **asdict(config.features), "num_pdfs": config.num_pdfs}
-    if options["transforms"] is None:  # as before there were any
-        del options["transforms"]
-    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
-    archives: dict[Path, str] = {}
+    digest = hashlib.sha256()
     try:
-        for entry in (*directory.entries, *(directory.cmvn or {}).values()):
-            if entry.path is None:
-                return None
-            if entry.path not in archives:
-                found = entry.path.stat()
-                archives[entry.path] = f"{entry.path.absolute()} {found.st_size} {found.st_mtime_ns}"
-            line = f"{entry.key} {entry.offset} {entry.rows} {entry.columns} {archives[entry.path]}\n"
-            digest.update(line.encode(errors="surrogateescape"))
-        digest.update(f"cmvn.scp {directory.cmvn is not None}, utt2spk {directory.speakers is not None}\n".encode())
-        for utterance, speaker in (directory.speakers or {}).items():
-            digest.update(f"{utterance} {speaker}\n".encode())
-        adapted = () if corpus.transforms is None else fmllr_files(corpus.transforms)
-        for path in (*_alignment_files(corpus.alignments), *filter(Path.is_file, adapted)):
-            content = hashlib.sha256()
-            with path.open("rb") as stream:
-                while block := stream.read(1 << 20):
-                    content.update(block)
-            digest.update(f"{path.name} {content.hexdigest()}\n".encode(errors="surrogateescape"))
+        for fact in _facts(directory, corpus, config):
+            digest.update(f"{fact}\n".encode(errors="surrogateescape"))
     except OSError:
         return None
     return digest.hexdigest()
 
 
-def _alignment_files(path: Path) -> list[Path]:
-    """Regular files only: reading a pipe in their place would wait forever."""
-    if path.is_dir():
-        return sorted(p for p in path.iterdir() if _ALIGNMENT_FILE.fullmatch(p.name) and p.is_file())
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    return [path]
+def _facts(directory: DataDir, corpus: Corpus, config: DataConfig) -> Iterator[str]:
+    yield json.dumps({"version": VERSION, **asdict(config.features), "num_pdfs": config.num_pdfs}, sort_keys=True)
+    archives: dict[Path, str] = {}
+    for entry in (*directory.entries, *(directory.cmvn or {}).values()):
+        if entry.path is None:
+            raise OSError("a shell command")
+        if entry.path not in archives:
+            status = entry.path.stat()
+            archives[entry.path] = f"{entry.path.absolute()} {status.st_size} {status.st_mtime_ns}"
+        yield f"{entry.key} {entry.offset} {entry.rows} {entry.columns} {archives[entry.path]}"
+    yield f"cmvn.scp {directory.cmvn is not None}, utt2spk {directory.speakers is not None}"
+    for utterance, speaker in (directory.speakers or {}).items():
+        yield f"{utterance} {speaker}"
+    files = [corpus.alignments]
+    if corpus.alignments.is_dir():
+        files = sorted(path for path in corpus.alignments.iterdir() if _ALIGNMENT_FILE.fullmatch(path.name))
+    if corpus.transforms is not None:
+        files += fmllr_files(corpus.transforms)
+    for path in files:
+        content = hashlib.sha256()
+        with open_regular(path) as stream:
+            while block := stream.read(1 << 20):
+                content.update(block)
+        yield f"{path.name} {content.hexdigest()}"
 
 
 def open_or_create_cache(
@@ -157,42 +142,24 @@ def open_or_create_cache(
     # worker of each host that still has none.
     created = False
     for creates in (comm.rank == 0, comm.local_rank == 0, False):
-        cache = _open_checked(path, key, len(directory.entries), config, comm)
-        found = comm.all_gather_object([comm.host, cache is not None])
-        if cache is not None and all(valid for _, valid in found):
-            break
-        if creates and not created and not all(valid for host, valid in found if host == comm.host):
+        cache = _open_checked(path, key, directory, config, comm)
+        hosts = comm.all_gather_object([comm.host, cache is not None])
+        if cache is not None and all(valid for _, valid in hosts):
+            index = cache.index(directory, corpus)
+            check_skipped(index, config.max_skipped_fraction, quiet=comm.rank != 0 or created)
+            return index, cache
+        if creates and not created and [comm.host, False] in hosts:
             created = True
             _create(path, key, directory, corpus, config, comm)
         comm.barrier()
-    else:
-        return None, None
-    stored = cache.index
-    entries = tuple(directory.entries[n] for n in stored.selected)
-    if comm.rank == 0 and not created:  # the worker that created it has checked
-        check_skipped(
-            directory, corpus.alignments, entries, stored.counts, config.max_skipped_fraction, stored.mismatch
-        )
-    index = UtteranceIndex(
-        directory,
-        entries,
-        np.array(stored.num_frames, np.int64),
-        stored.dim,
-        entries[0].key,
-        num_pdfs=len(stored.pdf_counts),
-        pdf_counts=np.array(stored.pdf_counts, np.int64),
-        counts=dict(stored.counts),
-        mismatch=stored.mismatch,
-    )
-    return index, cache
+    return None, None
 
 
-def _open_checked(path: Path, key: str, entries: int, config: DataConfig, comm: Communicator) -> CacheFile | None:
-    """The file mapped, and this worker's share of it checked; None, with a warning where there is a file. `entries`:
-    utterances of the data dir."""
+def _open_checked(path: Path, key: str, directory: DataDir, config: DataConfig, comm: Communicator) -> CacheFile | None:
+    """The file mapped, and this worker's share of it checked; None, with a warning where there is a file."""
     started, cache = time.perf_counter(), None
     try:
-        cache = CacheFile(path, key, entries)
+        cache = CacheFile(path, key, len(directory.entries), config.features)
         cache.check(config.processes(comm), comm.local_rank, comm.local_size)
         log.info("cache: mapped %s (%.2f GB in %.2f s)", path, cache.size / 1e9, time.perf_counter() - started)
         return cache
@@ -209,13 +176,13 @@ def _open_checked(path: Path, key: str, entries: int, config: DataConfig, comm: 
 def _create(path: Path, key: str, directory: DataDir, corpus: Corpus, config: DataConfig, comm: Communicator) -> None:
     """Loads the whole data dir into a cache file, whole or not at all; two writers of the same file do not disturb each
     other. Where it cannot be written, a warning says why."""
-    started = time.perf_counter()
+    started, features = time.perf_counter(), config.features
     aligned = read_alignments(corpus.alignments, num_pdfs=config.num_pdfs)
     index = index_corpus(corpus, directory, aligned, config)
-    loader = FeatureLoader(index, config, config.processes(comm) * comm.local_size)  # the others wait
-    labels = frame_labels(index, config.features.splice).numpy().tobytes()
+    labels = frame_labels(index, features.splice).numpy().tobytes()
     place = {entry.key: n for n, entry in enumerate(directory.entries)}
-    feature_bytes = loader.rows * loader.spec.row_bytes
+    feature_bytes = features.bytes(index.num_frames, index.dim)
+    processes = effective_processes(config.processes(comm) * comm.local_size, feature_bytes)  # the others wait
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _temporary_file(path) as descriptor:
@@ -223,22 +190,18 @@ def _create(path: Path, key: str, directory: DataDir, corpus: Corpus, config: Da
             free = room.f_bavail * room.f_frsize
             if free < needed + (64 << 20):
                 raise OSError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
-            checksums = loader.into_file(descriptor)
+            blocks = load_features(index, config, descriptor, 0, processes)
             if cache_key(read_data_dir(directory.path, allow_pipes=config.allow_pipes), corpus, config) != key:
                 raise OSError("the data changed while they were read")
-            sizes = [chunk.rows * loader.spec.row_bytes for chunk in loader.chunks]
             stored = CacheIndex(
                 key=key,
                 dim=index.dim,
-                width=loader.spec.width,
-                context=config.features.splice,
-                dtype="float16" if config.features.dtype == "float16" else "float32",
                 selected=[place[name] for name in index.utterances],
                 num_frames=index.num_frames.tolist(),
                 pdf_counts=index.pdf_counts.tolist(),
                 counts=index.counts,
                 mismatch=index.mismatch,
-                blocks=[*zip(sizes, checksums, strict=True), (len(labels), zlib.crc32(labels))],
+                blocks=[*blocks, (len(labels), zlib.crc32(labels))],
             )
             write_all(descriptor, labels + stored.encode(), feature_bytes)
         log.info("cache: wrote %s in %.1f s", path, time.perf_counter() - started)
@@ -270,24 +233,72 @@ class CacheFile:
     were written once `check` has passed. `entries`: utterances of the data dir. FileNotFoundError: there is none. OSError:
     it cannot be read. CorruptCacheError: it is not what was written."""
 
-    def __init__(self, path: Path, key: str, entries: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, key: str, entries: int, features: FeatureConfig) -> None:
+        self.path, self.context = path, features.splice
         with open_regular(path, follow_symlinks=False) as file:
             self.size = os.fstat(file.fileno()).st_size
-            self.index = index = _read_index(file, self.size)
-            if index.key != key:
-                raise CorruptCacheError("it was made from other data")
-            if index.selected != sorted(set(index.selected) & set(range(entries))):
-                raise CorruptCacheError("its utterances are not those of the data dir")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._descriptor = os.dup(file.fileno())
-        features = np.frombuffer(mapped, index.dtype, index.rows * index.width)
-        self.features: NDArray[Any] = features.reshape(index.rows, index.width)
-        self.labels: NDArray[np.int32] = np.frombuffer(mapped, np.int32, index.rows, index.feature_bytes)
+        try:
+            self.stored, end = self._read_index()
+            if self.stored.key != key:
+                raise CorruptCacheError("it was made from other data")
+            selected, lengths = self.stored.selected, [frames + 2 * self.context for frames in self.stored.num_frames]
+            if selected != sorted(set(selected) & set(range(entries))):
+                raise CorruptCacheError("its utterances are not those of the data dir")
+            width = features.width(self.stored.dim)
+            self.rows, self._row_bytes = sum(lengths), width * np.dtype(features.dtype).itemsize
+            length = sum(size for size, _ in self.stored.blocks)
+            if len(lengths) != len(selected) or not (self._row_bytes + 4) * self.rows == length == end:
+                raise CorruptCacheError(f"its index describes another length than {self.size} bytes")
+            self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        except BaseException:
+            self.close()
+            raise
+        self.features = np.frombuffer(self._map, features.dtype, self.rows * width).reshape(self.rows, width)
+        self.labels: NDArray[np.int32] = np.frombuffer(self._map, np.int32, self.rows, self.features.nbytes)
+        self._starts = list(accumulate(lengths, initial=0))
 
     def close(self) -> None:
         """Closes the file; the arrays stay as they are."""
         os.close(self._descriptor)
+
+    def _read_index(self) -> tuple[CacheIndex, int]:
+        """The index, and the byte at which it begins."""
+        trailer_start = self.size - _TRAILER.size
+        if trailer_start < 0:
+            raise CorruptCacheError(f"{self.size} bytes are too few")
+        trailer = bytearray(_TRAILER.size)
+        self.read_into(memoryview(trailer), trailer_start)
+        length, crc = _TRAILER.unpack(trailer)
+        if length > min(MAX_INDEX_BYTES, trailer_start):
+            raise CorruptCacheError(f"an index of {length} bytes in a file of {self.size}")
+        text = bytearray(length)
+        self.read_into(memoryview(text), trailer_start - length)
+        if zlib.crc32(text) != crc:
+            raise CorruptCacheError("its index is not what was written")
+        try:
+            return CacheIndex.model_validate_json(text), trailer_start - length
+        except ValidationError as error:
+            raise CorruptCacheError("its index says something that cannot be") from error
+
+    def index(self, directory: DataDir, corpus: Corpus) -> UtteranceIndex:
+        """The utterances, whose alignments are the labels of the file."""
+        stored, entries = self.stored, [directory.entries[n] for n in self.stored.selected]
+        pdf_counts, starts = np.array(stored.pdf_counts, np.int64), (start + self.context for start in self._starts)
+        pdfs = {
+            entry.key: self.labels[start : start + frames]
+            for entry, start, frames in zip(entries, starts, stored.num_frames, strict=False)
+        }
+        return UtteranceIndex(
+            directory,
+            tuple(entries),
+            np.array(stored.num_frames, np.int64),
+            stored.dim,
+            pdf_counts,
+            Alignments(pdfs, len(pdf_counts), corpus.alignments),
+            stored.counts,
+            stored.mismatch,
+        )
 
     def mapped_rows(self) -> tuple[Tensor, Tensor]:
         """Features (rows, width) and labels (rows,) as they are in the file, which nobody writes into."""
@@ -302,11 +313,24 @@ class CacheFile:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(self.features), torch.from_numpy(self.labels)
 
+    def copy_rows(self, utterances: Sequence[int], out: memoryview) -> None:
+        """Fills `out` with the features of these utterances of the file. DataError: it failed while it was read."""
+        at = 0
+        try:
+            for u in utterances:
+                first, end = (row * self._row_bytes for row in self._starts[u : u + 2])
+                self.read_into(out[at : at + end - first], first)
+                at += end - first
+        except (CorruptCacheError, OSError) as error:
+            message = f"the cache file failed while it was read: {error}"
+            hint = "start again; do not change the cache while it is read"
+            raise DataError(message, location=self.path, hint=hint) from error
+
     def check(self, threads: int, share: int = 0, of: int = 1) -> None:
         """Compares every byte (or the blocks that are `share` of `of`) with its checksum. CorruptCacheError: something is
         not what was written. OSError: the disk failed."""
-        starts = accumulate((size for size, _ in self.index.blocks), initial=0)
-        blocks = [(start, *block) for start, block in zip(starts, self.index.blocks, strict=False)]
+        starts = accumulate((size for size, _ in self.stored.blocks), initial=0)
+        blocks = [(start, *block) for start, block in zip(starts, self.stored.blocks, strict=False)]
         with ThreadPoolExecutor(threads) as pool:  # preadv and crc32 release the interpreter lock
             list(pool.map(self._check_block, blocks[share::of]))
 
@@ -327,55 +351,3 @@ class CacheFile:
             if not read:
                 raise CorruptCacheError("it was cut while it was read")
             remaining, position = remaining[read:], position + read
-
-
-def _read_index(file: BinaryIO, size: int) -> CacheIndex:
-    """The index of a file of this size, which is what the index says."""
-    file.seek(max(0, size - _TRAILER.size))
-    trailer = file.read(_TRAILER.size)
-    if len(trailer) < _TRAILER.size:
-        raise CorruptCacheError(f"{size} bytes are too few")
-    length, crc = _TRAILER.unpack(trailer)
-    start = size - _TRAILER.size - length
-    if start < 0 or length > MAX_INDEX_BYTES:
-        raise CorruptCacheError(f"an index of {length} bytes in a file of {size}")
-    file.seek(start)
-    text = file.read(length)
-    if zlib.crc32(text) != crc:
-        raise CorruptCacheError("its index is not what was written")
-    try:
-        index = CacheIndex.model_validate_json(text)
-    except ValidationError as error:
-        raise CorruptCacheError("its index says something that cannot be") from error
-    if not index.feature_bytes + 4 * index.rows == sum(size for size, _ in index.blocks) == start:
-        raise CorruptCacheError(f"its index describes another length than {size} bytes")
-    return index
-
-
-class CachedRows:
-    """The rows of some utterances of an index, copied out of its cache file: a `FeatureRows`."""
-
-    processes = 1
-
-    def __init__(self, cache: CacheFile, index: UtteranceIndex, utterances: Sequence[int]) -> None:
-        context, chosen = cache.index.context, np.asarray(utterances, dtype=np.int64)
-        self.cache = cache
-        starts = (utterance_offsets(index.num_frames, context)[chosen] - context).tolist()
-        lengths = (index.num_frames[chosen] + 2 * context).tolist()
-        self._stretches, self.rows = list(zip(starts, lengths, strict=True)), sum(lengths)
-
-    def fill(self, out: NDArray[Any], descriptor: int | None, start: int) -> None:
-        """See `FeatureRows`. DataError: the file failed while it was read."""
-        row, row_bytes = 0, out.strides[0]
-        try:
-            for first, length in self._stretches:
-                self.cache.read_into(out[row : row + length].reshape(-1).view(np.uint8).data, first * row_bytes)
-                row += length
-        except (CorruptCacheError, OSError) as error:
-            message = f"the cache file failed while it was read: {error}"
-            hint = "start again; do not change the cache while it is read"
-            raise DataError(message, location=self.cache.path, hint=hint) from error
-
-    def labels(self) -> Tensor:
-        pieces = [self.cache.labels[first : first + length] for first, length in self._stretches]
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *pieces]))

@@ -4,11 +4,9 @@ here imports torch: a loading process starts in a fraction of a second."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +15,11 @@ from numpy.typing import NDArray
 from ddnn.kaldi.archive import MatrixReader, ScpEntry, check_finite, is_finite
 from ddnn.kaldi.data_dir import add_deltas, apply_cmvn
 from ddnn.kaldi.transforms import Matrix, TransformConfig
+from ddnn.util.arrays import AnyArray, Float64Array
 from ddnn.util.errors import DataError
 from ddnn.util.files import write_all
 
 CHUNK_BYTES = 4 << 20  # minimum of features in a chunk: small enough for a processor's cache
-Stats = Mapping[str, NDArray[np.float64]]  # speaker -> CMVN statistics, (2, dim + 1)
 
 
 @dataclass(frozen=True)
@@ -53,24 +51,22 @@ class FeatureConfig:
         """Number of rows of utterances of so many frames, edges included."""
         return int(num_frames.sum()) + 2 * self.splice * len(num_frames)
 
+    def bytes(self, num_frames: NDArray[np.int64], dim: int) -> int:
+        """Of the rows of utterances of so many frames, whose features have `dim` dims."""
+        return self.rows(num_frames) * self.width(dim) * np.dtype(self.dtype).itemsize
+
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """The features of one data dir, and what is made of them."""
+    """The features of a data dir, and what is made of them."""
 
-    data: Path  # the data dir, for messages
-    reference_utterance: str  # the first one, whose dimension all others must have; for messages
-    dim: int  # feature dimension in the archives
     config: FeatureConfig
+    dim: int  # feature dimension in the archives
     final_mat: Matrix | None = None  # of `config.transforms`
 
     @property
     def width(self) -> int:
         return self.config.width(self.dim)
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width * np.dtype(self.config.dtype).itemsize
 
 
 class Utterance(NamedTuple):
@@ -78,93 +74,95 @@ class Utterance(NamedTuple):
 
     entry: ScpEntry  # where its features are stored
     num_frames: int  # how many of its frames to take
-    speaker: str | None  # for CMVN; None without
+    cmvn: Float64Array | None  # statistics of its speaker, (2, dim + 1); None without
     transform: Matrix | None  # its own or its speaker's; None without
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive utterances of a dataset."""
-
-    row: int  # the first row, which is a repeated edge frame where there is context
-    rows: int  # number of rows of all its utterances, edges included
-    utterances: tuple[Utterance, ...]
-
-
-def make_chunks(utterances: Sequence[Utterance], spec: FeatureSpec) -> list[Chunk]:
-    """All utterances, in chunks of `CHUNK_BYTES` or more; segments of one recording stay together, because it is read
-    once for all of them."""
-    chunks, start, row, rows = [], 0, 0, 0
-    for end, (utterance, following) in enumerate(zip_longest(utterances, utterances[1:]), start=1):
-        rows += utterance.num_frames + 2 * spec.config.splice
-        if following is not None:
-            entry, path, offset = utterance.entry, following.entry.path, following.entry.offset
-            same_recording = entry.offset is not None and (path, offset) == (entry.path, entry.offset)
-            if same_recording or 4 * rows * spec.width < CHUNK_BYTES:
-                continue
-        chunks.append(Chunk(row, rows, tuple(utterances[start:end])))
-        start, row, rows = end, row + rows, 0
-    return chunks
+def make_chunks(utterances: Iterable[Utterance], spec: FeatureSpec) -> Iterator[list[Utterance]]:
+    """Consecutive utterances that have `CHUNK_BYTES` of features or more. Segments of one recording stay together,
+    because it is read once for all of them."""
+    chunk, size, recording = list[Utterance](), 0, None
+    for utterance in utterances:
+        entry = utterance.entry
+        if size >= CHUNK_BYTES and (entry.offset is None or (entry.path, entry.offset) != recording):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(utterance)
+        size += 4 * spec.width * (utterance.num_frames + 2 * spec.config.splice)
+        recording = entry.path, entry.offset
+    if chunk:
+        yield chunk
 
 
-def read_chunk(out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec, reader: MatrixReader) -> None:
-    """Fills `out` (chunk.rows, width), of the config's dtype, with the chunk's frames and their repeated edges.
-    DataError: damaged or unsuitable features, or values that the dtype cannot hold."""
-    _fill(out, chunk, stats, spec, reader)
+def read_chunk(chunk: Sequence[Utterance], spec: FeatureSpec, reader: MatrixReader) -> AnyArray:
+    """The frames of a chunk, (rows, width), each utterance with its repeated edges, in the config's dtype. DataError:
+    damaged or unsuitable features, or values that the dtype cannot hold."""
+    edge = spec.config.splice
+    out = np.empty((sum(u.num_frames + 2 * edge for u in chunk), spec.width), spec.config.dtype)
     # NaN or Inf in features is still there behind CMVN and all else. To look once costs less than at each utterance.
-    if not is_finite(out):
-        _fill(out, chunk, stats, spec, reader, check=True)
+    for check in (False, True):
+        row = edge
+        for utterance in chunk:
+            end = row + utterance.num_frames
+            _read(utterance, spec, reader, out[row:end], check=check)
+            out[row - edge : row], out[end : end + edge] = out[row], out[end - 1]
+            row = end + 2 * edge
+        if is_finite(out):
+            break
+    return out
 
 
-def _fill(
-    out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec, reader: MatrixReader, *, check: bool = False
-) -> None:
-    """As `read_chunk`; only with `check` it looks for NaN and Inf in the frames that it takes."""
-    config, row = spec.config, spec.config.splice
-    for entry, frames, speaker, transform in chunk.utterances:
-        features = _read(entry, frames, spec, reader)
-        if check or len(features) > frames:
-            check_finite(entry.key, features, entry.location)
-        if speaker is not None:
-            speaker_stats = stats[speaker]
-            dims = speaker_stats.shape[1] - 1
-            if dims != spec.dim:
-                message = f"utterance {entry.key}: CMVN statistics of {dims} dims found, features of {spec.dim}"
-                hint = "run steps/compute_cmvn_stats.sh again, or remove cmvn.scp"
-                raise DataError(message, location=spec.data / "cmvn.scp", hint=hint)
-            features = apply_cmvn(features, speaker_stats, variance=config.cmvn == "mean-variance")
-        if config.transforms is not None:
-            features = config.transforms.apply(features, spec.final_mat, transform)
-        elif config.deltas:
-            features = add_deltas(features, config.deltas)
-        end = row + frames
-        with np.errstate(over="ignore", invalid="ignore"):  # what float16 cannot hold becomes Inf, which is looked for
-            out[row:end] = features[:frames]
-        if check and not is_finite(out[row:end]):
-            after = "deltas" if config.transforms is None else "transforms"
-            message = (
-                f"values up to {np.abs(features[:frames]).max():g} after CMVN and {after}, which data.feature_dtype"
-            )
-            raise DataError(
-                f"utterance {entry.key}: {message} {config.dtype} cannot hold",
-                location=entry.location,
-                hint="set data.feature_dtype: float32, or look for frames that are not speech features",
-            )
-        out[row - config.splice : row] = out[row]
-        out[end : end + config.splice] = out[end - 1]
-        row = end + 2 * config.splice
+def _read(utterance: Utterance, spec: FeatureSpec, reader: MatrixReader, out: AnyArray, *, check: bool) -> None:
+    """Fills `out` (num_frames, width). Only with `check` it looks for NaN and Inf in the frames that it takes."""
+    (entry, frames, stats, transform), config = utterance, spec.config
+    features = reader.read(entry)
+    if features.shape[1] != spec.dim:
+        message = (
+            f"utterance {entry.key}: {features.shape[1]} dims found, {spec.dim} expected as in the first utterance"
+        )
+        hint = "all utterances of a data dir must have features of one kind"
+        raise DataError(message, location=entry.scp, hint=hint)
+    if len(features) < frames:
+        expected = f"{frames} or more expected as when the headers were read"
+        message = f"utterance {entry.key}: {len(features)} frames found, {expected}"
+        hint = "do not change the archives while they are read, and give every host the same ones"
+        raise DataError(message, location=entry.location, hint=hint)
+    if check or len(features) > frames:
+        check_finite(entry.key, features, entry.location)
+    if stats is not None:
+        dims = stats.shape[1] - 1
+        if dims != spec.dim:
+            message = f"utterance {entry.key}: CMVN statistics of {dims} dims found, features of {spec.dim}"
+            hint = "run steps/compute_cmvn_stats.sh again, or remove cmvn.scp"
+            raise DataError(message, location=entry.scp.with_name("cmvn.scp"), hint=hint)
+        features = apply_cmvn(features, stats, variance=config.cmvn == "mean-variance")
+    if config.transforms is not None:
+        features = config.transforms.apply(features, spec.final_mat, transform)
+    elif config.deltas:
+        features = add_deltas(features, config.deltas)
+    with np.errstate(over="ignore", invalid="ignore"):  # what float16 cannot hold becomes Inf, which is looked for
+        out[:] = features[:frames]
+    if check and not is_finite(out):
+        after = "deltas" if config.transforms is None else "transforms"
+        message = f"values up to {np.abs(features[:frames]).max():g} after CMVN and {after}"
+        raise DataError(
+            f"utterance {entry.key}: {message}, which data.feature_dtype {config.dtype} cannot hold",
+            location=entry.location,
+            hint="set data.feature_dtype: float32, or look for frames that are not speech features",
+        )
 
 
-def write_chunk(
-    descriptor: int, start: int, chunk: Chunk, stats: Stats, spec: FeatureSpec, reader: MatrixReader
-) -> int:
-    """Writes the chunk's rows into an open file, whose row 0 is at byte `start`; returns their CRC-32. DataError: as
-    `read_chunk`. OSError: the file cannot be written."""
-    out = np.empty((chunk.rows, spec.width), spec.config.dtype)
-    read_chunk(out, chunk, stats, spec, reader)
-    data = out.reshape(-1).view(np.uint8).data
-    write_all(descriptor, data, start + chunk.row * spec.row_bytes)
-    return zlib.crc32(data)
+def store_chunk(
+    target: int | memoryview, start: int, chunk: Sequence[Utterance], spec: FeatureSpec, reader: MatrixReader
+) -> tuple[int, int]:
+    """Writes the chunk's rows from byte `start` on into memory, or into an open file; returns their size and, for a
+    file, their CRC-32. DataError: as `read_chunk`. OSError: the file cannot be written."""
+    data = read_chunk(chunk, spec, reader).reshape(-1).view(np.uint8).data
+    if isinstance(target, int):
+        write_all(target, data, start)
+        return len(data), zlib.crc32(data)
+    target[start : start + len(data)] = data
+    return len(data), 0
 
 
 def with_own_reader(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -175,19 +173,3 @@ def with_own_reader(function: Callable[..., Any], *arguments: Any) -> Any:
 @cache
 def _own_reader() -> MatrixReader:
     return MatrixReader()
-
-
-def _read(entry: ScpEntry, frames: int, spec: FeatureSpec, reader: MatrixReader) -> NDArray[Any]:
-    """The utterance's features, of which the index takes the first `frames`."""
-    features = reader.read(entry)
-    if features.shape[1] != spec.dim:
-        expected = f"{spec.dim} expected as in {spec.reference_utterance}"
-        message = f"utterance {entry.key}: {features.shape[1]} dims found, {expected}"
-        hint = "all utterances of a data dir must have features of one kind"
-        raise DataError(message, location=spec.data / "feats.scp", hint=hint)
-    if len(features) < frames:
-        expected = f"{frames} or more expected as when the headers were read"
-        message = f"utterance {entry.key}: {len(features)} frames found, {expected}"
-        hint = "do not change the archives while they are read, and give every host the same ones"
-        raise DataError(message, location=entry.location, hint=hint)
-    return features

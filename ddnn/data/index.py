@@ -8,7 +8,7 @@ import heapq
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,19 @@ class UtteranceIndex:
     directory: DataDir  # the data dir, skipped utterances included
     entries: tuple[ScpEntry, ...]  # where the features of each utterance are stored, in the order of the data dir
     num_frames: NDArray[np.int64]  # (utterances,) int64, after trimming
-    dim: int  # feature dimension in the archives, before deltas; of all utterances that of `reference_utterance`
-    reference_utterance: str
-    num_pdfs: int = 0  # of the alignment's model; 0 without alignments
-    # (num_pdfs,) int64, frames of each pdf in the alignments of these utterances
+    dim: int  # feature dimension in the archives, before deltas
+    # (num_pdfs,) int64, frames of each pdf in the alignments of these utterances; empty without alignments
     pdf_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    alignments: Alignments | None = None  # None where there are none, or where labels come from a cache file
+    alignments: Alignments | None = None
     # how many utterances are used, skipped (by reason) and trimmed
     counts: dict[str, int] = field(default_factory=dict)
     mismatch: str = ""  # the length difference that most utterances have, if they do: `describe_length_mismatch`
     transforms: Transforms | None = None  # of Kaldi; None without, or where the features come from a cache file
+
+    @property
+    def num_pdfs(self) -> int:
+        """Of the alignment's model; 0 without alignments."""
+        return len(self.pdf_counts)
 
     @property
     def utterances(self) -> tuple[str, ...]:
@@ -106,7 +109,6 @@ def concatenate(indices: Sequence[UtteranceIndex]) -> UtteranceIndex:
         directory=directory,
         entries=tuple(entry for index in indices for entry in index.entries),
         num_frames=np.concatenate([index.num_frames for index in indices]),
-        num_pdfs=max(index.num_pdfs for index in indices),
         pdf_counts=of_pdfs,
         alignments=None,
         counts=dict(counts),
@@ -135,29 +137,25 @@ def build_index(
     comm = comm or SingleProcess()
     if comm.world_size > 1:
         _check_same_tables(comm, directory, alignments)
-    summary = selected_and_frames = None
-    if comm.rank == 0:
-        summary, selected_and_frames = _match_alignments(directory, alignments, max_skipped_fraction)
+    summary, lengths = _match_alignments(directory, alignments) if comm.rank == 0 else (None, torch.empty(0))
     of_first: dict[str, Any] = comm.all_gather_object(summary)[0]
-    if selected_and_frames is None:
-        selected_and_frames = torch.empty(2, of_first["utterances"], dtype=torch.int64)
-    comm.broadcast(selected_and_frames)
-    selected, num_frames = selected_and_frames.numpy()
-    entries = tuple(directory.entries[n] for n in selected)
-    dim, counts, mismatch = of_first["dim"], of_first["counts"], of_first["mismatch"]
-    index = UtteranceIndex(directory, entries, num_frames, dim, entries[0].key, counts=counts, mismatch=mismatch)
-    if alignments is None:
-        return index
-    of_pdfs = pdf_counts(alignments, index.utterances)
-    return replace(index, num_pdfs=alignments.num_pdfs, pdf_counts=of_pdfs, alignments=alignments)
+    if comm.rank != 0:
+        lengths = torch.empty(2, of_first["counts"]["used"], dtype=torch.int64)
+    comm.broadcast(lengths)
+    selected, num_frames = lengths.numpy()
+    index = UtteranceIndex(directory, tuple(directory.entries[n] for n in selected), num_frames, **of_first)
+    if alignments is not None:
+        of_pdfs = pdf_counts(alignments, index.utterances)
+        index = replace(index, pdf_counts=of_pdfs, alignments=alignments)
+    check_skipped(index, max_skipped_fraction, quiet=comm.rank != 0)
+    return index
 
 
-def _match_alignments(
-    directory: DataDir, alignments: Alignments | None, max_skipped_fraction: float | None
-) -> tuple[dict[str, Any], Tensor]:
-    """What was found, skipped and trimmed; int64 (2, utterances), which utterances can be used and their frames."""
+def _match_alignments(directory: DataDir, alignments: Alignments | None) -> tuple[dict[str, Any], Tensor]:
+    """`dim`, `counts` and `mismatch` of an `UtteranceIndex`; int64 (2, utterances), which utterances can be used and their
+    frames."""
     counts = Counter({"used": 0, "no_alignment": 0, "length_differs": 0, "trimmed": 0, "empty": 0})
-    used, lengths = [], []
+    dim, used, lengths = 0, list[tuple[int, int]](), list[tuple[str, int, int]]()
     with MatrixReader() as reader:
         for n, entry in enumerate(directory.entries):
             length = frames = reader.shape(entry)[0]
@@ -178,15 +176,12 @@ def _match_alignments(
                 log.warning("utterance %s skipped: it has no frames", entry.key)
                 counts["empty"] += 1
                 continue
+            counts["used"] += 1
             used.append((n, length))
-        counts["used"] = len(used)
-        entries = [directory.entries[n] for n, _ in used]
-        path, mismatch = None if alignments is None else alignments.path, describe_length_mismatch(lengths)
-        aligned = () if alignments is None else alignments.pdfs
-        check_skipped(directory, path, entries, counts, max_skipped_fraction, mismatch, aligned)
-        dim = reader.shape(entries[0])[1]
-    summary = {"utterances": len(used), "dim": dim, "counts": dict(counts), "mismatch": mismatch}
-    return summary, torch.tensor(used, dtype=torch.int64).T.contiguous()
+        if used:
+            dim = reader.shape(directory.entries[used[0][0]])[1]
+    summary = {"dim": dim, "counts": dict(counts), "mismatch": describe_length_mismatch(lengths)}
+    return summary, torch.tensor(used, dtype=torch.int64).reshape(-1, 2).T.contiguous()
 
 
 def describe_length_mismatch(lengths: Sequence[tuple[str, int, int]]) -> str:
@@ -202,38 +197,32 @@ def describe_length_mismatch(lengths: Sequence[tuple[str, int, int]]) -> str:
     return f"the alignments of {count} of {len(lengths)} utterances are {which}; {first}"
 
 
-def check_skipped(
-    directory: DataDir,
-    alignments: Path | None,
-    used: Iterable[ScpEntry],
-    counts: Mapping[str, int],
-    max_skipped_fraction: float | None,
-    mismatch: str = "",
-    aligned: Collection[str] = (),
-) -> None:
-    """Logs what is skipped or trimmed, and `describe_length_mismatch`; DataError where more is skipped than the fraction
-    allows, or everything. `aligned`: the utterances of the alignments, where they have been read."""
-    if mismatch:
-        usual = "another frame shift, other --snip-edges or a subsampled alignment, with labels of other frames"
-        log.warning("%s: %s. This usually means %s.", directory.path, mismatch, usual)
+def check_skipped(index: UtteranceIndex, max_skipped_fraction: float | None, *, quiet: bool = False) -> None:
+    """Logs, unless `quiet`, what is skipped or trimmed, and `UtteranceIndex.mismatch`; DataError where more is skipped than
+    the fraction allows, or everything."""
+    directory, counts, aligned = index.directory, index.counts, index.alignments
     total, skipped = len(directory.entries), len(directory.entries) - counts["used"]
     described = f"{counts['no_alignment']} without an alignment, {counts['length_differs']} differing from theirs by "
     described += f"{LENGTH_TOLERANCE} frames or more, {counts['empty']} without frames"
+    if index.mismatch and not quiet:
+        usual = (
+            "a different frame shift or --snip-edges setting, or a subsampled alignment; labels are then assigned to "
+        )
+        log.warning("%s: %s. This usually means %sthe wrong frames.", directory.path, index.mismatch, usual)
     if counts["used"] == 0 or (max_skipped_fraction is not None and skipped > max_skipped_fraction * total):
-        aligned_in = f"; alignments are from {alignments}" if alignments is not None else ""
-        keys = {entry.key for entry in used}
-        first = next(entry.key for entry in directory.entries if entry.key not in keys)
-        if aligned and first not in aligned:
-            same = next((name for name in aligned if name.lower() == first.lower()), None)
-            aligned_in += (
-                f", as of {next(iter(aligned))}" if same is None else f" and have {same}: upper and lower case differ"
-            )
+        used = set(index.utterances)
+        first = next(entry.key for entry in directory.entries if entry.key not in used)
+        where = "" if aligned is None else f"; alignments are from {aligned.path}"
+        if aligned is not None and first not in aligned.pdfs:
+            same = next((name for name in aligned.pdfs if name.lower() == first.lower()), None)
+            other = f", as of {next(iter(aligned.pdfs), None)}"
+            where += other if same is None else f" and have {same}: upper and lower case differ"
         hint = "check that features and alignments belong together"
         if max_skipped_fraction is not None:
             hint += f", or raise data.max_skipped_fraction (now {max_skipped_fraction:g})"
-        message = f"{skipped} of {total} utterances cannot be used ({described}); the first is {first}{aligned_in}"
+        message = f"{skipped} of {total} utterances cannot be used ({described}); the first is {first}{where}"
         raise DataError(message, location=directory.path, hint=hint)
-    if skipped or counts["trimmed"]:
+    if (skipped or counts["trimmed"]) and not quiet:
         figures = skipped, total, described, counts["trimmed"]
         log.warning("%s: %d of %d utterances skipped (%s), %d trimmed", directory.path, *figures)
 

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from ddnn.data.cache import CachedRows, CacheFile, open_or_create_cache
-from ddnn.data.dataset import AcousticDataset, make_dataset
+import torch
+
+from ddnn.data.cache import CacheFile, open_or_create_cache
+from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset
 from ddnn.data.index import UtteranceIndex, concatenate
 from ddnn.data.loading import (
     Corpus,
     DataConfig,
-    FeatureLoader,
-    FeatureRows,
+    allocate,
+    effective_processes,
     index_corpus,
-    load_rows,
+    load_features,
     warn_of_contradictions,
 )
 from ddnn.distributed.communicator import Communicator
@@ -80,26 +82,31 @@ class DataSource:
         utterances of a speaker in the data dir. Collective. The whole of a single cache file is mapped, not loaded.
         DataError: damaged or unsuitable input, not what the index says (such as on another host). UserError: a loading
         process died."""
+        features, shard = self.config.features, self.index.subset(utterances)
         cache = self.parts[0].cache if len(self.parts) == 1 else None
         if cache is not None and len(utterances) == len(self.index.entries):
-            rows = cache.mapped_rows()
-        else:
-            sources = [self._rows(part, chosen, comm) for part, chosen in self._by_part(utterances)]
-            rows = load_rows(sources, self.width, self.config.features.dtype)
-        return make_dataset(self.index.subset(utterances), *rows, self.config.features.splice)
+            return make_dataset(shard, *cache.mapped_rows(), features.splice)
+        parts = list(self._by_part(utterances))
+        sizes = [features.bytes(index.num_frames, index.dim) for _, _, index in parts]
+        from_archives = sum(size for size, (part, _, _) in zip(sizes, parts, strict=True) if part.cache is None)
+        processes = effective_processes(self.config.processes(comm), from_archives)
+        with allocate(sum(sizes), shared=processes > 1) as (memory, target):
+            for (part, chosen, index), size, start in zip(parts, sizes, accumulate(sizes, initial=0), strict=False):
+                if part.cache is not None:
+                    part.cache.copy_rows(chosen, memory.data[start : start + size])
+                else:
+                    load_features(index, self.config, target, start, processes, comm, part.index.speakers)
+        labels = torch.cat([frame_labels(index, features.splice) for _, _, index in parts])
+        rows = torch.from_numpy(memory.view(features.dtype).reshape(-1, self.width))
+        return make_dataset(shard, rows, labels, features.splice)
 
-    def _rows(self, part: IndexedCorpus, utterances: Sequence[int], comm: Communicator) -> FeatureRows:
-        if part.cache is not None:
-            return CachedRows(part.cache, part.index, utterances)
-        processes = self.config.processes(comm)
-        return FeatureLoader(part.index.subset(utterances), self.config, processes, comm, part.index.speakers)
-
-    def _by_part(self, utterances: Sequence[int]) -> Iterator[tuple[IndexedCorpus, list[int]]]:
-        """Each corpus with its own indices of those of `utterances` that it has."""
+    def _by_part(self, utterances: Sequence[int]) -> Iterator[tuple[IndexedCorpus, list[int], UtteranceIndex]]:
+        """Each corpus with its own indices of those of `utterances` that it has, and the index of these alone."""
         ends = list(accumulate(len(part.index.entries) for part in self.parts))
         for part, end in zip(self.parts, ends, strict=True):
             first = end - len(part.index.entries)
-            yield part, [u - first for u in utterances if first <= u < end]
+            chosen = [u - first for u in utterances if first <= u < end]
+            yield part, chosen, part.index.subset(chosen)
 
 
 def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicator) -> DataSource:

@@ -20,10 +20,11 @@ from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_ma
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddnn.data import cache
 from ddnn.data.cache import SUFFIX, CacheFile, CacheIndex, CorruptCacheError, cache_key
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.loading import Corpus, DataConfig, FeatureLoader
+from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.source import DataSource, open_source
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.archive import MatrixReader, write_matrices
@@ -238,7 +239,7 @@ FEATURES = np.arange(14, dtype=np.float32)
 LABELS = np.array([-1, 0, 1, -1, -1, 2, -1], np.int32)
 PIECES = (FEATURES[:8].tobytes(), FEATURES[8:].tobytes(), LABELS.tobytes())
 INDEX = CacheIndex(
-    key=KEY, dim=2, width=2, context=1, dtype="float32", selected=[0, 2], num_frames=[2, 1],
+    key=KEY, dim=2, selected=[0, 2], num_frames=[2, 1],
     pdf_counts=[1, 1, 1], counts={}, mismatch="", blocks=[(len(piece), zlib.crc32(piece)) for piece in PIECES],
 )  # fmt: skip
 """Two utterances of 2 and 1 frames, context 1, 2 dims, 3 pdfs."""
@@ -249,7 +250,7 @@ def write(path: Path, **changed: Any) -> None:
 
 
 def read(path: Path, key: str = KEY, entries: int = 3) -> CacheFile:
-    found = CacheFile(path, key, entries)
+    found = CacheFile(path, key, entries, FeatureConfig(splice=1))
     try:
         found.check(2)
     finally:
@@ -312,9 +313,9 @@ def test_an_index_of_anything_is_refused(tmp_path_factory: pytest.TempPathFactor
     [
         {"num_frames": [2**47, 1]},
         {"num_frames": [2, 1, 1], "selected": [0, 1, 2]},
-        {"width": 2**30},
+        {"num_frames": [2]},
+        {"dim": 2**30},
         {"blocks": [*INDEX.blocks[:2], (2**47, 0)]},
-        {"context": 2},
     ],
 )
 def test_an_index_that_claims_another_size_is_refused_before_anything_is_allocated(
@@ -372,13 +373,13 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
 def test_what_changes_while_it_is_read_is_not_kept(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = FeatureLoader.into_file
+    load = cache.load_features
 
-    def load_and_meanwhile(*of: Any) -> list[int]:
+    def load_and_meanwhile(*of: Any) -> list[tuple[int, int]]:
         touch(folder / "train/feats.ark")
         return load(*of)
 
-    monkeypatch.setattr(FeatureLoader, "into_file", load_and_meanwhile)
+    monkeypatch.setattr(cache, "load_features", load_and_meanwhile)
     assert same(everything(opened(folder)), everything(opened(folder, cache_dir=None)))
     assert "the data changed while they were read" in caplog.text and files(folder) == []
 
@@ -394,14 +395,14 @@ def test_bad_features_are_an_error_and_leave_no_file(folder: Path) -> None:
 
 def test_two_that_write_at_once_do_not_disturb_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = everything(opened(folder, cache_dir=None))
-    load, nested = FeatureLoader.into_file, []
+    load, nested = cache.load_features, []
 
-    def load_and_meanwhile(*of: Any) -> list[int]:
-        monkeypatch.setattr(FeatureLoader, "into_file", load)
+    def load_and_meanwhile(*of: Any) -> list[tuple[int, int]]:
+        monkeypatch.setattr(cache, "load_features", load)
         nested.append(everything(opened(folder)))
         return load(*of)
 
-    monkeypatch.setattr(FeatureLoader, "into_file", load_and_meanwhile)
+    monkeypatch.setattr(cache, "load_features", load_and_meanwhile)
     assert same(everything(opened(folder)), expected) and same(nested[0], expected) and len(files(folder)) == 1
 
 
@@ -421,7 +422,7 @@ def test_shares_of_a_check_are_together_the_whole(cached_bytes: tuple[Path, byte
     (tmp_path / "x").write_bytes(whole)
     noticed = []
     for share in range(3):
-        found = CacheFile(tmp_path / "x", KEY, 3)
+        found = CacheFile(tmp_path / "x", KEY, 3, FeatureConfig(splice=1))
         try:
             found.check(1, share, 3)
             noticed.append(False)

@@ -110,7 +110,7 @@ def test_a_difference_that_most_utterances_have_is_a_warning(
     for name in sorted(labels)[trimmed:]:
         labels[name] = np.resize(labels[name], len(labels[name]) + 2 * (int(name[-1]) % 2))
     load(tmp_path, features, labels)
-    assert ("This usually means another frame shift" in caplog.text) == (warning is not None)
+    assert ("This usually means a different frame shift" in caplog.text) == (warning is not None)
     assert warning is None or warning in caplog.text
 
 
@@ -172,7 +172,9 @@ def test_a_chunk_is_read_once_unless_it_has_to_name_what_is_not_finite(
     features, labels = labelled_utterances()
     read: list[str] = []
     real = feature_reader._read
-    monkeypatch.setattr(feature_reader, "_read", lambda entry, *of: (read.append(entry.key), real(entry, *of))[1])
+    monkeypatch.setattr(
+        feature_reader, "_read", lambda u, *of, **check: (read.append(u.entry.key), real(u, *of, **check))
+    )
     load(tmp_path, features, labels)
     assert read == sorted(features)
     features[name := sorted(features)[3]][7, 2] = np.nan

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 
 from ddnn.data import feature_reader, loading
 from ddnn.data.dataset import AcousticDataset
-from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, Utterance, make_chunks, with_own_reader, write_chunk
+from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, Utterance, make_chunks, store_chunk, with_own_reader
 from ddnn.data.loading import default_processes, effective_processes, sum_over_workers
 from ddnn.kaldi.archive import ScpEntry, write_matrices
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.util.errors import DataError
 from ddnn.util.pool import worker_pool
 
-SPEC = FeatureSpec(Path("data"), "a", 4, FeatureConfig(splice=2))
+SPEC = FeatureSpec(FeatureConfig(splice=2), 4)
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ def test_a_full_disk_comes_back_as_an_os_error(tmp_path: Path) -> None:
     descriptor = os.open("/dev/full", os.O_RDWR)
     try:
         with pytest.raises(OSError, match="No space left"), worker_pool(1, "", "", descriptor) as pool:
-            list(pool.run([(with_own_reader, write_chunk, descriptor, 0, chunk, {}, SPEC)]))
+            list(pool.run([(with_own_reader, store_chunk, descriptor, 0, chunk, SPEC)]))
     finally:
         os.close(descriptor)
 
@@ -166,18 +166,15 @@ def entry(key: str, path: str, offset: int | None) -> ScpEntry:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 4)), max_size=60), st.integers(0, 6))
 def test_chunks_are_all_utterances_in_order(utterances: list[tuple[int, int]], context: int) -> None:
-    spec = FeatureSpec(Path("data"), "a", 4, FeatureConfig(splice=context))
+    spec = FeatureSpec(FeatureConfig(splice=context), 4)
     entries = [entry(f"u{n}", "a.ark", 18 * place) for n, (_, place) in enumerate(utterances)]
     frames = np.array([length for length, _ in utterances], np.int64)
-    listed = [Utterance(e, n, "s", None) for e, n in zip(entries, frames.tolist(), strict=True)]
-    found = make_chunks(listed, spec)
-    assert [utterance for chunk in found for utterance in chunk.utterances] == listed
-    rows = np.cumsum([0] + [chunk.rows for chunk in found])
-    assert [chunk.row for chunk in found] == rows[:-1].tolist()
-    assert rows[-1] == frames.sum() + 2 * context * len(entries)
+    listed = [Utterance(e, n, None, None) for e, n in zip(entries, frames.tolist(), strict=True)]
+    found = list(make_chunks(listed, spec))
+    assert [utterance for chunk in found for utterance in chunk] == listed
     for chunk, following in pairwise(found):  # segments of one recording are not torn apart
-        assert chunk.utterances[-1].entry.offset != following.utterances[0].entry.offset
-        assert 16 * chunk.rows >= feature_reader.CHUNK_BYTES
+        assert chunk[-1].entry.offset != following[0].entry.offset
+        assert 16 * sum(u.num_frames + 2 * context for u in chunk) >= feature_reader.CHUNK_BYTES
 
 
 def test_statistics_that_no_process_shares_are_summed_without_a_change(tmp_path: Path) -> None:

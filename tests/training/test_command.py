@@ -382,7 +382,7 @@ def test_dry_run_looks_at_the_data(run_cli: RunCli, tmp_path: Path, monkeypatch:
         f"data.cache_dir={tmp_path / 'cache'}",
     )
     with monkeypatch.context() as patch:
-        patch.setattr("ddnn.data.source.FeatureLoader", None)
+        patch.setattr("ddnn.data.source.load_features", None)
         patch.setattr("ddnn.kaldi.archive.MatrixReader.read", None)
         dry = run_cli(*call)
         by_utterance = run_cli(*call, "--set", "data.cv.by=utterance").stdout
