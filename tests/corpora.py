@@ -174,7 +174,7 @@ def load_dataset(
 ) -> AcousticDataset:
     """Indexed utterances, all or some, from their archives."""
     path, comm = index.directory.path, comm or SingleProcess()
-    source = DataSource((IndexedCorpus(Corpus(path, path), index),), index, config)
+    source = DataSource((IndexedCorpus(Corpus(path, path), index),), config)
     return source.load(range(len(index.entries)) if utterances is None else utterances, comm)
 
 

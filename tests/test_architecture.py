@@ -23,7 +23,7 @@ TOKENS = {
     "averaging": 5_550,
     "bench": 4_800,
     "cli": 5_400,
-    "data": 15_850,
+    "data": 15_600,
     "decoding": 9_100,
     "distributed": 9_510,
     "inspection": 7_150,

@@ -286,7 +286,7 @@ def test_cross_validation_on_the_training_data(job: Job, run_cli: RunCli) -> Non
     data = write_data_dir(job.root / "copy", job.features)
     arguments = ["train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--set", "data.cv.fraction=null"]
     own = ["--set", f"data.cv.data={data}", "--set", f"data.cv.alignments={job.ali}"]
-    message = f"24 of 24 utterances for cross-validation are also in the training data, {job.data}; the first is "
+    message = f"24 of 24 utterances for cross-validation are also in data.train, {job.data}; the first is "
     assert_refused(run_cli(*arguments, *own), f"location: {data}", message + job.names[0])
     assert files_in(job.run) <= BEFORE_TRAINING
 

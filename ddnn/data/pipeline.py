@@ -29,8 +29,7 @@ from ddnn.data.index import (
 from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_contradictions
 from ddnn.data.source import DataSource, IndexedCorpus, open_source, read_tables
 from ddnn.distributed.communicator import Communicator
-from ddnn.kaldi.alignments import Alignments, check_same_tree, transition_digest
-from ddnn.util.errors import DataError
+from ddnn.kaldi.alignments import Alignments
 from ddnn.util.text import plural
 
 log = logging.getLogger(__name__)
@@ -106,7 +105,10 @@ def plan_data(config: TrainingDataConfig, workers: int, comm: Communicator) -> D
     train, cv, cv_source = list(range(len(index.entries))), list[int](), None
     if held_out.corpora:
         cv_source = open_source(held_out.corpora, config.reading, comm)
-        _check_cross_validation(source, cv_source, comm)
+        for part in cv_source.parts:
+            source.check_fits(part, "for cross-validation", for_cv=True)
+        if comm.rank == 0:
+            _describe_cross_validation(source, cv_source)
     elif config.held_out is not None:
         train, cv = _hold_out(index, held_out, config.seed, comm)
     train_shards, cv_shards = (assign_shards(index.num_frames, part, workers) for part in (train, cv))
@@ -148,7 +150,7 @@ def open_data_dir(
     corpus = Corpus(data, data if alignments is None else alignments.path, transforms=transforms)
     index = index_corpus(corpus, read_tables(data, config), alignments, config)
     warn_of_contradictions(corpus, config, index)
-    return DataSource((IndexedCorpus(corpus, index),), index, config)
+    return DataSource((IndexedCorpus(corpus, index),), config)
 
 
 def _hold_out(
@@ -176,10 +178,9 @@ def _hold_out(
         message = "CV: the training data %s. Utterances are held out instead (data.cv.by: utterance), of speakers who "
         message += "are also trained on: cross-validation looks better than it would with other speakers"
         log.warning(message, reason)
-    elif held_out.by == "utterance" and (shared := speakers_in_both(index, train, cv)):
-        log.info("CV: %s also trained on, as data.cv.by: utterance asks for", shared)
     elif shared := speakers_in_both(index, train, cv):
-        log.warning("CV: %s also in the training data: the cross-validation will look too good", shared)
+        level = logging.INFO if held_out.by == "utterance" else logging.WARNING
+        log.log(level, "CV: %s also in the training data: the cross-validation will look too good", shared)
     if wanted is not None and not fraction_reached(fraction, wanted):
         units = "utterances" if reason or held_out.by == "utterance" else "speakers"
         message = "data.cv.fraction asks for %.3g %% of the frames, but %.1f %% are held out, since %s are held out "
@@ -197,48 +198,15 @@ def speakers_in_both(index: UtteranceIndex, train: list[int], cv: list[int]) -> 
     return ""
 
 
-def _check_cross_validation(source: DataSource, cv: DataSource, comm: Communicator) -> None:
-    """DataError where a corpus for cross-validation has utterances of the training data, other features or other pdfs.
-    Common speakers, and pdfs that are not in the training data, are warnings."""
-    used = set(source.index.utterances)
-    for part in cv.parts:
-        if common := [utterance for utterance in part.index.utterances if utterance in used]:
-            message = f"{len(common)} of {len(part.index.entries)} utterances for cross-validation are also in the "
-            message += f"training data, {source.data}; the first is {common[0]}"
-            hint = "remove them from one of the two (if only their ids are the same, rename them), or hold out "
-            hint += "speakers with data.cv.fraction or data.cv.speakers"
-            raise DataError(message, location=part.corpus.data, hint=hint)
-    _check_same_pdfs(source, cv)
-    for part in cv.parts:
-        digests = transition_digest(part.corpus.alignments), source.transition_digest()
-        check_same_tree(*digests, part.corpus.alignments, source.alignments)
-    if cv.index.dim != source.index.dim:
-        message = f"{cv.width} dims found, {source.width} expected as in {source.data}"
-        raise DataError(message, location=cv.data)
-    if comm.rank != 0:
-        return
+def _describe_cross_validation(source: DataSource, cv: DataSource) -> None:
+    """Logs the corpora for cross-validation; common speakers, and pdfs that are not in the training data, are warnings."""
     log.info("CV: %s of %s", cv.index.size(), cv.data)
-    if speakers := sorted(set(cv.index.speakers or ()) & set(source.index.speakers or ())):
-        names = ", ".join(speakers[:3]) + ", ..." * (len(speakers) > 3)
+    speakers = set(cv.index.speakers or ())
+    if shared := sorted(speakers & set(source.index.speakers or ())):
         message = "%s: %d of %d speakers are also in the training data (%s): the cross-validation will look too good"
-        log.warning(message, cv.data, len(speakers), len(set(cv.index.speakers or ())), names)
+        log.warning(message, cv.data, len(shared), len(speakers), ", ".join([*shared[:3], *["..."][: len(shared) - 3]]))
     counts = cv.index.pdf_counts
     unseen = counts[source.index.pdf_counts[: len(counts)] == 0]
     if 100 * unseen.sum() > counts.sum():
         message, pdfs = "%s: %d of %d frames are of %s that no frame of the training data has", (unseen > 0).sum()
         log.warning(message, cv.alignments, unseen.sum(), counts.sum(), plural(pdfs, "pdf"))
-
-
-def _check_same_pdfs(train: DataSource, cv: DataSource) -> None:
-    """DataError where training and cross-validation are aligned with different numbers of pdfs. Those of an archive are
-    counted by its largest pdf-id, unless the recipe says how many there are: it may lack the last ones."""
-    found, expected, has_model = cv.index.num_pdfs, train.index.num_pdfs, (train.has_model, cv.has_model)
-    if found == expected or (found < expected and not has_model[1]):
-        return
-    kinds = ["final.mdl" if model else "largest pdf-id + 1" for model in has_model]
-    message = f"{found} pdfs for cross-validation ({kinds[1]}), {expected} for training ({kinds[0]}, "
-    message += f"{train.alignments})"
-    hint = "use alignments made with the same final.mdl"
-    if not has_model[0] and found > expected:
-        hint += "; if the training alignment merely lacks its last pdfs, set data.num_pdfs to their number"
-    raise DataError(message, location=cv.alignments, hint=hint)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
@@ -31,9 +32,6 @@ from ddnn.util.errors import DataError
 
 log = logging.getLogger(__name__)
 
-_HINT_PREFIX = "give the ids of one of the two a prefix before it is aligned (utils/copy_data_dir.sh --utt-prefix), or "
-_HINT_PREFIX += "remove the utterances from one"
-
 
 @dataclass(frozen=True, eq=False)
 class IndexedCorpus:
@@ -49,8 +47,12 @@ class DataSource:
     """All utterances of one or several corpora, of which shards can be loaded."""
 
     parts: tuple[IndexedCorpus, ...]
-    index: UtteranceIndex  # of all of them
     config: DataConfig
+
+    @cached_property
+    def index(self) -> UtteranceIndex:
+        """Of all of them."""
+        return concatenate([part.index for part in self.parts])
 
     @property
     def width(self) -> int:
@@ -75,6 +77,37 @@ class DataSource:
         """Of the tree that all its pdf-ids are of; None where only archives of pdf-ids are given."""
         digests = (transition_digest(part.corpus.alignments) for part in self.parts)
         return next((digest for digest in digests if digest is not None), None)
+
+    def check_fits(self, other: IndexedCorpus, name: str, *, for_cv: bool = False) -> None:
+        """DataError where another corpus has utterance ids of these corpora, other dims, or alignments with other pdfs. An
+        archive of pdf-ids may lack the last ones, also here unless the other one is `for_cv`."""
+        data, alignments, ids = other.corpus.data, other.corpus.alignments, set(other.index.utterances)
+        for part in self.parts:
+            if common := [utterance for utterance in part.index.utterances if utterance in ids]:
+                message = f"{len(common)} of {len(ids)} utterances {name} are also in {part.corpus.keys[0]}, "
+                message += f"{part.corpus.data}; the first is {common[0]}"
+                hint = (
+                    "remove them from one of the two, or, if only their ids are the same, give those of one a prefix "
+                )
+                hint += "before it is aligned (utils/copy_data_dir.sh --utt-prefix)"
+                if for_cv:
+                    hint += "; or hold out speakers with data.cv.fraction or data.cv.speakers"
+                raise DataError(message, location=data, hint=hint)
+            if other.index.dim != part.index.dim:
+                message = (
+                    f"features of {other.index.dim} dims found, {part.index.dim} expected as in {part.corpus.data}"
+                )
+                raise DataError(message, location=data, hint="compute all features alike")
+        check_same_tree(transition_digest(alignments), self.transition_digest(), alignments, self.alignments)
+        found, expected = other.index.num_pdfs, max((part.index.num_pdfs for part in self.parts), default=0)
+        too_many = found > expected and bool(self.parts) and (for_cv or self.has_model)
+        if too_many or (found < expected and alignments.is_dir()):
+            kinds = ["final.mdl" if model else "largest pdf-id + 1" for model in (alignments.is_dir(), self.has_model)]
+            message = f"{found} pdfs found ({kinds[0]}), {expected} expected as in {self.alignments} ({kinds[1]})"
+            hint = "use alignments made with the same final.mdl"
+            if not self.has_model and found > expected:
+                hint += "; if the training alignment merely lacks its last pdfs, set data.num_pdfs to their number"
+            raise DataError(message, location=alignments, hint=hint)
 
     def load(self, utterances: Sequence[int], comm: Communicator) -> AcousticDataset:
         """Frames and labels of these utterances of the index, ascending: the same, whoever loads the others. `comm`: the
@@ -113,7 +146,7 @@ def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicato
     """Indexes corpora: each from its cache file where there is a valid one, else from its tables and headers; what is
     wrong with a cache file is a warning. Collective. DataError: damaged or unsuitable input, or corpora that do not fit
     together."""
-    parts = []
+    source = DataSource((), config)
     for corpus in corpora:
         try:
             part = _open_corpus(corpus, config, comm)
@@ -123,10 +156,9 @@ def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicato
             message = f"{' with '.join(corpus.keys)}: {error.message}"
             raise DataError(message, location=error.location, hint=error.hint) from error
         log.info("%s: %s of %d dims", corpus.data, part.index.size(), config.features.width(part.index.dim))
-        parts.append(part)
-    if len(parts) > 1:
-        _check_fit_together(parts)
-    return DataSource(tuple(parts), concatenate([part.index for part in parts]), config)
+        source.check_fits(part, f"of {corpus.keys[0]}")
+        source = replace(source, parts=(*source.parts, part))
+    return source
 
 
 def check_not_swapped(corpus: Corpus) -> None:
@@ -177,30 +209,3 @@ def read_tables(data: Path, config: DataConfig) -> DataDir:
             figures = commands, len(entries), data / name
             log.info("data.allow_pipes: %d of %d entries of %s are shell commands, which are run", *figures)
     return directory
-
-
-def _check_fit_together(parts: Sequence[IndexedCorpus]) -> None:
-    """DataError where an utterance id is in two corpora, or where their features have other dims or their alignments
-    other pdfs than those of the first corpus, or of the first whose `final.mdl` says how many pdfs there are."""
-    corpus_of: dict[str, Corpus] = {}
-    reference = next((part for part in parts if part.corpus.alignments.is_dir()), parts[0])
-    origin, num_pdfs, expected_dim = reference.corpus.alignments, reference.index.num_pdfs, parts[0].index.dim
-    tree = transition_digest(origin)
-    for part in parts:
-        corpus, index = part.corpus, part.index
-        if common := [utterance for utterance in index.utterances if utterance in corpus_of]:
-            other = corpus_of[common[0]]
-            message = f"{len(common)} of {len(index.entries)} utterances of {corpus.keys[0]} are also in "
-            message += f"{other.keys[0]}, {other.data}; the first is {common[0]}"
-            raise DataError(message, location=corpus.data, hint=_HINT_PREFIX)
-        corpus_of |= dict.fromkeys(index.utterances, corpus)
-        if index.dim != expected_dim:
-            message = f"features of {index.dim} dims found, {expected_dim} expected as in {parts[0].corpus.data}"
-            raise DataError(message, location=corpus.data, hint="compute all features alike")
-        check_same_tree(transition_digest(corpus.alignments), tree, corpus.alignments, str(origin))
-        # An archive of pdf-ids may lack the last ones.
-        too_few = index.num_pdfs < num_pdfs and corpus.alignments.is_dir()
-        if origin.is_dir() and (index.num_pdfs > num_pdfs or too_few):
-            message = f"{index.num_pdfs} pdfs found, {num_pdfs} expected as in {origin}"
-            hint = "use alignments made with the same final.mdl"
-            raise DataError(message, location=corpus.alignments, hint=hint)
