@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median_low
@@ -13,16 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddnn.nn.figures import FIGURES, LOSS, Figure
-from ddnn.report.runs import (
-    SHARES,
-    Run,
-    consensus_distances,
-    figure,
-    share,
-    shares_by_rank,
-    training_seconds,
-)
+from ddnn.nn.figures import FIGURES, LOSS
+from ddnn.report.runs import SHARES, Run, means_by_rank, training_seconds
 from ddnn.runs.rows import EpochRow
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_write, ensure_directory
@@ -98,7 +91,7 @@ def plot_speed_up(
 def legend_below(figure: Plot, axes: Axes) -> None:
     """One legend under all panels, of the curves in `axes`, for which the figure becomes higher."""
     handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1:
+    if handles:
         columns = max(1, int(12 * figure.get_figwidth() / (max(map(len, labels)) + 6)))
         figure.set_figheight(min(MAX_HEIGHT, figure.get_figheight() + 0.22 * math.ceil(len(labels) / columns)))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
@@ -114,165 +107,100 @@ def save(figure: Plot, path: Path) -> Path:
 
 
 SHARE_COLORS = {"compute": "#0072B2", "data": "#56B4E9", "comm": "#D55E00", "wait": "#E69F00", "other": "0.8"}
-ARROW = "\N{UPWARDS ARROW}"
 MAX_NAMED_BARS = 30
+Points = NDArray[np.float64]
+_RATE = "learning_rate"
+_LABELS = {name: kind.label + ("" if kind.percent else " per frame (nats)") for name, kind in FIGURES.items()}
+_LABELS[_RATE] = "applied learning rate (log scale)"
 
 
 def draw_report(runs: Sequence[Run], out: Path) -> tuple[Path, ...]:
     """Draws the plots for which the runs have data into PNG files in `out`; returns those that were written. UserError:
     matplotlib is missing, or a file cannot be written."""
     plots = [draw_learning(runs, out / "learning.png")]
-    if any(run.metrics.workers for run in runs):
+    rows = [row for run in runs for row in run.metrics.workers]
+    if rows:
         plots.append(draw_time(runs, out / "time.png"))
-    if any(consensus_distances(run) for run in runs):
+    if any(row.consensus_distance is not None for row in rows):
         plots.append(draw_consensus_distance(runs, out / "consensus-distance.png"))
     return tuple(plots)
 
 
-Points = NDArray[np.float64]
-"""(points, 4): epoch, seconds of training up to its end (NaN if unknown), value, 1 if the epoch was accepted, else 0."""
+def curve(axes: Axes, points: Points, number: int, name: str) -> None:
+    color, marker, line = style(number)
+    axes.plot(*points.T, color=color, marker=marker, markersize=5, linestyle=line, linewidth=1.6, label=label(name))
 
 
-def y_limit(curves: Iterable[Iterable[float]], factor: float) -> float:
-    """Up to which value an axis shows these curves, so that one that diverged does not flatten the others: `factor`
-    times the largest median of a curve whose lowest value is not more than `factor` times that of a typical one."""
-    known = [values for values in map(list, curves) if any(map(math.isfinite, values))]
-    if not known:
-        return math.inf
-    typical = median_low(map(min, known))
-    usual = [median_low(values) for values in known if min(values) <= factor * typical]
-    limit = factor * max(filter(math.isfinite, usual), default=0.0)
-    return limit if limit > 0.0 else math.inf
+def clip_outliers(axes: Axes, curves: Iterable[Points], factor: float) -> None:
+    """Ends an axis at `factor` times the median of a typical curve, so that one that diverged, or the network before
+    training, does not flatten the others. `curves`: the second column has the values."""
+    medians = [np.nanmedian(points[:, 1]) for points in curves if np.isfinite(points[:, 1]).any()]
+    if medians and axes.dataLim.y1 > (limit := factor * median_low(medians)) > axes.dataLim.y0:
+        axes.dataLim.intervaly = (axes.dataLim.y0, limit)
 
 
 def draw_learning(runs: Sequence[Run], path: Path) -> Path:
     """The objective's figures in cross-validation, those of training as thin lines, and the applied learning rate against
-    epochs and against time; rejected epochs are hollow. Values far above those of the other runs are arrows at the edge."""
+    epochs and against time; rejected epochs are hollow. Values far above those of the other runs are outside the axes."""
     plot = new_figure(11, 10)
-    recorded = {name for run in runs for row in (*run.metrics.cv, *run.metrics.train) for name in row.figures}
-    kinds = [kind for name, kind in FIGURES.items() if name in recorded] or [LOSS]
-    panels = plot.subplots(len(kinds) + 1, 2, sharey="row", sharex="col")
-    for pair, kind in zip(panels, kinds, strict=False):
-        curves = [
-            [
-                _points(run, [(row, figure(row, kind)) for row in rows], kind)
-                for rows in (run.metrics.cv, run.metrics.train)
-            ]
-            for run in runs
-        ]
-        y_label = f"{kind.label} (%)" if kind.percent else f"{kind.label} per frame (nats)"
-        _draw_learning(pair, runs, curves, kind.label.capitalize(), y_label, None if kind.percent else 5.0)
-    rates = [
-        [_points(run, [(row, row.learning_rate) for row in run.metrics.train if row.learning_rate])] for run in runs
-    ]
-    y_label = "learning rate, as applied (log scale)"
-    _draw_learning(panels[-1], runs, rates, "Applied learning rate", y_label, 1e4)
+    recorded = dict.fromkeys(name for run in runs for row in run.metrics.cv for name in row.figures)
+    names = [*(recorded or [LOSS.name]), _RATE]
+    panels = plot.subplots(len(names), 2, sharey="row", sharex="col")
+    for pair, name in zip(panels, names, strict=True):
+        for column, (axes, against) in enumerate(zip(pair, ("epoch", "training time (seconds)"), strict=True)):
+            curves = []
+            for number, run in enumerate(runs):
+                cv, train = (_points(run, rows, name) for rows in (run.metrics.cv, run.metrics.train))
+                xy, (color, marker, line) = [column, 2], style(number)
+                curve(axes, cv[:, xy], number, run.name)
+                rejected = cv[cv[:, 3] == 0.0][:, xy]
+                axes.plot(*rejected.T, marker, color=color, markerfacecolor="white", markersize=5)
+                axes.plot(*train[:, xy].T, line, color=color, linewidth=0.8, alpha=0.7)
+                curves.append(cv[:, xy])
+            clip_outliers(axes, curves, 1e4 if name == _RATE else 2.0)
+            tidy(axes, _LABELS[name].partition(" (")[0].capitalize(), against, _LABELS[name])
+            axes.label_outer()
     panels[-1][0].set_yscale("log")
     panels[-1][0].locator_params(axis="x", integer=True)
     for axes in panels[-1]:
         axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
-    heading = [label(runs[0].name)] if len(runs) == 1 else []
-    heading.append("markers: cross-validation (epoch 0: before training), thin lines: training")
-    if any(not row.accepted for run in runs for row in run.metrics.cv):
-        heading.append("hollow: epoch rejected by the schedule")
-    if any(map(_has_arrows, panels.flat)):
-        heading.append(f"{ARROW}: beyond the axis, or not finite")
-    plot.suptitle(", ".join(heading), fontsize=10, color="0.25")
+    shown = "markers: cross-validation (epoch 0: before training), hollow: epoch rejected by the schedule"
+    plot.suptitle(f"{shown}, thin lines: training", fontsize=10, color="0.25")
     legend_below(plot, panels[0][0])
     return save(plot, path)
 
 
-def _points(run: Run, values: Sequence[tuple[EpochRow, float | None]], kind: Figure = LOSS) -> Points:
-    """A percentage that is missing is not drawn, another figure that is missing was not finite."""
+def _points(run: Run, rows: Sequence[EpochRow], name: str) -> Points:
+    """Epoch, seconds of training up to its end, the value and whether the epoch was accepted. Without a finite value, or
+    where the seconds are not known, there is NaN, which is not drawn."""
     seconds = {0: 0.0} | dict(zip((row.epoch for row in run.metrics.train), training_seconds(run), strict=True))
-    scale, missing = (100.0, math.nan) if kind.percent else (1.0, math.inf)
-    points = [
-        (row.epoch, seconds.get(row.epoch, math.nan), missing if value is None else scale * value, row.accepted)
-        for row, value in values
-    ]
+    values = ({**row.figures, _RATE: row.learning_rate or None}.get(name) for row in rows)
+    points = [(row.epoch, seconds.get(row.epoch), y, row.accepted) for row, y in zip(rows, values, strict=True)]
     return np.array(points, np.float64).reshape(-1, 4)
-
-
-def _draw_learning(
-    pair: Sequence[Axes],
-    runs: Sequence[Run],
-    curves: Sequence[Sequence[Points]],
-    title: str,
-    y_label: str,
-    outlier_factor: float | None,
-) -> None:
-    """Against epochs and against time. `curves`: of each run, the first with markers, the second as a thin line."""
-    trained = [points[points[:, 0] > 0.0, 2] if points[:, 0].any() else points[:, 2] for points, *_ in curves]
-    limit = math.inf if outlier_factor is None else y_limit(trained, outlier_factor)
-    for column, (axes, against) in enumerate(zip(pair, ("epoch", "training time (seconds)"), strict=True)):
-        for number, (run, (thick, *more)) in enumerate(zip(runs, curves, strict=True)):
-            _curve(axes, thick[:, [column, 2, 3]], number, label(run.name), limit)
-            color, _, line = style(number)
-            for thin in more:
-                inside = thin[thin[:, 2] <= limit]
-                axes.plot(inside[:, column], inside[:, 2], line, color=color, linewidth=0.8, alpha=0.7)
-        tidy(axes, f"{title} by {against.partition(' (')[0]}", against, y_label)
-        axes.label_outer()
-
-
-def _has_arrows(axes: Axes) -> bool:
-    return any(line.get_gid() == ARROW for line in axes.lines)
-
-
-def _curve(axes: Axes, points: Points, number: int, name: str, limit: float) -> None:
-    """`points`: (points, 3), x, y, and whether the epoch was accepted. Arrows at the upper edge stand for the values above
-    `limit`. The network before training, at 0, is drawn without changing the axes if it would more than double the range
-    of the epochs: they would be one flat line."""
-    from matplotlib.lines import Line2D
-
-    color, marker, line = style(number)
-    beyond = (points[:, 1] > limit) | np.isinf(points[:, 1])
-    if beyond.any():
-        axes.plot(points[beyond, 0], [0.97] * beyond.sum(), linestyle="none", color=color, marker=r"$\uparrow$",
-                  markersize=9, transform=axes.get_xaxis_transform(), gid=ARROW)  # fmt: skip
-    x, y, accepted = points[~beyond].T
-    rejected = accepted == 0.0
-    x_kept, y_kept = x[~rejected], y[~rejected]
-    before = int(len(x_kept) > 1 and x_kept[0] == 0.0 and np.ptp(y_kept) > 2.0 * np.ptp(y_kept[1:]))
-    look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5, "linestyle": line, "linewidth": 1.6}
-    axes.plot(x_kept[before:], y_kept[before:], label=name, **look)
-    if before:
-        axes.add_artist(Line2D(x_kept[:2], y_kept[:2], **look))
-    axes.plot(x[rejected], y[rejected], marker, color=color, markersize=5, markerfacecolor="white")
 
 
 def draw_time(runs: Sequence[Run], path: Path) -> Path:
     """Stacked bars of the fractions of time: for all workers of each run, or for each worker of a single run."""
-    single = len(runs) == 1
-    if single:
-        by_rank = [shares_by_rank(runs[0], name) for name in SHARES]
-        names = [str(rank) for rank in by_rank[0]]
-        fractions = [[value or 0.0 for value in shares.values()] for shares in by_rank]
-    else:
-        timed = [run for run in runs if run.metrics.workers]
-        names = [label(run.name) for run in timed]
-        fractions = [[spread["mean"] if (spread := share(run, name)) else 0.0 for run in timed] for name in SHARES]
-    few = len(names) <= MAX_NAMED_BARS
-    plot = new_figure(11, max(2.8, 1.5 + 0.42 * len(names)) if few else 9.0)
+    bars: dict[str, list[float]] = {}  # name -> a width for each share
+    for run in runs:
+        shares = [means_by_rank(run.metrics.workers, f"{name}_fraction") for name in SHARES]
+        if len(runs) == 1:
+            bars |= {f"worker {rank}": [share.get(rank, 0.0) for share in shares] for rank in shares[0]}
+        elif run.metrics.workers:
+            bars[label(run.name)] = [fmean(share.values() or [0.0]) for share in shares]
+    few = len(bars) <= MAX_NAMED_BARS
+    plot = new_figure(11, max(2.8, 1.5 + 0.42 * min(len(bars), MAX_NAMED_BARS)))
     axes = plot.subplots()
-    widths = 100.0 * np.array(fractions)  # (shares, bars)
-    left = np.zeros(len(names))
-    for name, width in zip((*SHARES, "other"), [*widths, np.maximum(0.0, 100.0 - widths.sum(axis=0))], strict=True):
-        message = "waiting for other workers" if name == "wait" else name
-        bars = axes.barh(range(len(names)), width, 0.72 if few else 1.0, left, color=SHARE_COLORS[name], label=message)
-        left = left + width
+    widths = 100.0 * np.array(list(bars.values())).reshape(-1, len(SHARES)).T  # (shares, bars)
+    widths = np.vstack([widths, np.maximum(0.0, 100.0 - widths.sum(axis=0))])
+    for name, width, left in zip((*SHARES, "other"), widths, widths.cumsum(axis=0) - widths, strict=True):
+        drawn = axes.barh(range(len(bars)), width, 0.72 if few else 1.0, left, color=SHARE_COLORS[name], label=name)
         if few:  # numbers where there is room for them
-            numbers = [f"{value:.1f}" if value >= 4.0 else "" for value in width]
-            ink = "white" if name in ("compute", "comm") else "black"
-            axes.bar_label(bars, numbers, label_type="center", color=ink, fontsize=9)
-    title = f"Time of each worker: {label(runs[0].name)}" if single else "Time of the workers"
-    tidy(axes, title, "fraction of the training time (%)", "worker (rank)" if single else "")
-    if few:
-        axes.set_yticks(range(len(names)), names)
-    axes.margins(y=0.02)
+            axes.bar_label(drawn, fmt=lambda value: f"{value:.1f}" if value >= 4.0 else "", label_type="center")
+    tidy(axes, "Time of the workers (wait: for other workers)", "fraction of the training time (%)", "")
+    axes.set_yticks(range(len(bars)), bars) if few else axes.set_yticks([])
     axes.invert_yaxis()
     axes.grid(False, axis="y")
-    axes.set_xlim(0.0, max(100.0, *left))
     legend_below(plot, axes)
     return save(plot, path)
 
@@ -281,24 +209,21 @@ def draw_consensus_distance(runs: Sequence[Run], path: Path) -> Path:
     """The relative distance of the workers' models from their mean, epoch by epoch; the band spans the workers."""
     plot = new_figure(9, 4.7)
     axes = plot.subplots()
-    curves = {}
+    curves = []
     for number, run in enumerate(runs):
-        points = [(n, 100 * fmean(v), 1, 100 * min(v), 100 * max(v)) for n, v in consensus_distances(run).items()]
-        if points:
-            curves[number] = np.array(points)
-    limit = y_limit([curve[:, 1] for curve in curves.values()], 10.0)
-    for number, curve in curves.items():
-        _curve(axes, curve[:, :3], number, label(runs[number].name), limit)
-        epochs, _, _, lowest, highest = curve[curve[:, 4] <= limit].T
-        axes.fill_between(epochs, lowest, highest, color=style(number)[0], alpha=0.15, linewidth=0)
+        by_epoch: defaultdict[int, list[float]] = defaultdict(list)
+        for row in run.metrics.workers:
+            if row.consensus_distance is not None:
+                by_epoch[row.epoch].append(100.0 * row.consensus_distance)
+        if by_epoch:
+            points = np.array([(epoch, fmean(v), min(v), max(v)) for epoch, v in by_epoch.items()])
+            curve(axes, points[:, :2], number, run.name)
+            axes.fill_between(*points[:, [0, 2, 3]].T, color=style(number)[0], alpha=0.15, linewidth=0)
+            curves.append(points)
+    clip_outliers(axes, curves, 10.0)
     title = "Consensus distance of the workers' models before an averaging (band: lowest to highest worker)"
-    if len(curves) == 1:
-        title += f"\n{label(runs[min(curves)].name)}"
-    if _has_arrows(axes):
-        title += f"\n{ARROW}: beyond the axis"
     tidy(axes, title, "epoch", "distance from the mean model (% of its norm)")
     axes.locator_params(axis="x", integer=True)
-    axes.set_ylim(bottom=0.0)
     legend_below(plot, axes)
     return save(plot, path)
 
@@ -308,8 +233,7 @@ def draw_speeds(speeds: Sequence[tuple[str, int, float]], path: Path) -> Path:
     plot = new_figure(9, 5.0)
     axes = plot.subplots()
     for number, name in enumerate(dict.fromkeys(name for name, _, _ in speeds)):
-        points = sorted((size, speed, True) for other, size, speed in speeds if other == name)
-        _curve(axes, np.array(points, np.float64), number, label(name), math.inf)
+        curve(axes, np.array(sorted(point for other, *point in speeds if other == name)), number, name)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({size for _, size, _ in speeds}))
     axes.xaxis.set_major_formatter("{x:g}")

@@ -1,10 +1,11 @@
-"""A run dir for `ddnn report`: its recipe and metrics, and their summary. Needs no torch."""
+"""A run dir for `ddnn report`: its recipe, metrics and results on test sets, and their summary. Needs no torch."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -14,15 +15,15 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddnn.nn.figures import FIGURES, Figure
+from ddnn.nn.figures import FIGURES
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.runs.metrics import Metrics, read_metrics
-from ddnn.runs.rows import EpochRow, StartRow
+from ddnn.runs.rows import EpochRow, StartRow, WorkerRow
 from ddnn.runs.run_status import CHECKPOINTS, FINAL, METRICS, RECIPE, is_finished, model_digest, run_dir_hint
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
-from ddnn.util.text import plural, printable
+from ddnn.util.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -30,20 +31,6 @@ SHARES = ("compute", "data", "comm", "wait")  # the fractions of the time of a w
 MIN_MEASURABLE = 1e-9  # seconds, or frames per second, below which a row has no meaningful speed
 MAX_RESULT_BYTES = 64 << 20
 OVERLOADED = 0.8  # of the compute time as CPU time: with less, other processes took the cores
-
-
-def figure(row: EpochRow | None, kind: Figure) -> float | None:
-    """A figure of the objective in a metrics row; None: not finite, not recorded, or there is no such row."""
-    return row.figures.get(kind.name) if row else None
-
-
-def name_of(kind: Figure) -> str:
-    return kind.label if kind.percent else f"{kind.label} per frame"
-
-
-def key_of(kind: Figure) -> str:
-    """In the summary of a run."""
-    return kind.name.removeprefix("frame_")
 
 
 @dataclass(frozen=True)
@@ -75,12 +62,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         if path not in with_metrics:
             log.warning("%s: there is no %s here: not shown", path, METRICS)
     runs = [read_run(path, name) for path, name in zip(with_metrics, _names(with_metrics), strict=True)]
-    of_rbms = [run for run in runs if run.metrics.pretraining and not (run.metrics.starts or run.metrics.train)]
-    if len(of_rbms) == len(runs):
-        return runs
-    for run in of_rbms:
-        log.warning("%s: metrics of RBMs alone: not shown; see ddnn info", run.path)
-    return [run for run in runs if run not in of_rbms]
+    of_networks = [run for run in runs if not run.metrics.pretraining or run.metrics.starts or run.metrics.train]
+    for run in runs if of_networks else ():
+        if run not in of_networks:
+            log.warning("%s: metrics of RBMs alone: not shown; see ddnn info", run.path)
+    return of_networks or runs
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
@@ -102,11 +88,10 @@ class _Result(BaseModel):
 
     def figures(self) -> dict[str, float]:
         """By label; empty if this is the JSON of something else."""
-        if self.wer is not None:
-            return {"WER (%)": self.wer}
-        if self.loss is None or self.frame_accuracy is None:
-            return {}
-        return {"loss per frame": self.loss, "frame accuracy (%)": 100.0 * self.frame_accuracy}
+        figures = {"loss per frame": self.loss, "WER (%)": self.wer}
+        if self.frame_accuracy is not None:
+            figures["frame accuracy (%)"] = 100.0 * self.frame_accuracy
+        return {label: value for label, value in figures.items() if value is not None}
 
 
 def read_results(run_dir: Path) -> tuple[dict[str, float], list[str]]:
@@ -149,10 +134,9 @@ def shortest_ends(paths: Sequence[Path]) -> list[str]:
     return next((names for names in ends if len(set(names)) == len(set(paths))), [])
 
 
-Spread = dict[str, Any]
-"""A value that each worker has: their `mean`, and the `worst` with its `rank`."""
 Summary = dict[str, Any]
-"""The summary of a run over all its epochs, as `ddnn report --json` prints it; None where its metrics lack a value."""
+"""The summary of a run over all its epochs by the names that `ddnn report` has for its figures in CSV and JSON; None where
+its metrics lack a value. Of a value that each worker has: the mean over the workers, and the worst with its rank."""
 
 
 def summarize(runs: Sequence[Run]) -> list[Summary]:
@@ -161,19 +145,18 @@ def summarize(runs: Sequence[Run]) -> list[Summary]:
 
 
 def _summary(run: Run, runs: Sequence[Run]) -> Summary:
-    workers, metrics, fast = number_of_workers(run), run.metrics, speed(run)
+    workers, metrics, start, fast = number_of_workers(run), run.metrics, run.start, speed(run)
     model, lowest = metrics.last_accepted, metrics.lowest_loss
     trained = next((row for row in metrics.train if model and row.epoch == model.epoch), None)
-    base = reason = speed_up = None
-    if workers > 1 and fast:
-        base, reason = _base(run, runs)
-        speed_up = fast / (speed(base) or 1.0) if base else None
+    base, reason = _base(run, runs) if workers > 1 and fast else (None, None)
+    speed_up = fast / (speed(base) or 1.0) if fast and base else None
     # The mean at the end of an epoch is one more averaging; averaged gradients have none.
     final_mean = run.recipe is None or run.recipe.parallel.strategy != "gradient-all-reduce"
     sending = [row for row in metrics.workers if row.averagings and row.bytes_sent is not None]
     averagings = sum(row.averagings + final_mean for row in sending)
-    distances = {row.rank: row.consensus_distance for row in metrics.last_worker_rows}
+    last = metrics.last_worker_rows
     return {
+        **{name: start and getattr(start, name) for name in ("date", "host", "machine", "precision", "version")},
         "workers": workers,
         "epochs": max(
             [0, *(row.epoch for row in (*metrics.train, *metrics.cv)), *(row.epoch for row in metrics.workers)]
@@ -184,8 +167,8 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         "model_epoch": model and model.epoch,  # of the final model, or the model so far
         "model_combination": metrics.combination,  # which mean the final model is; empty: the model of that epoch
         # training figures are those of the model's epoch, while the parameters changed
-        **{f"model_train_{key_of(kind)}": figure(trained, kind) for kind in FIGURES.values()},
-        **{f"model_cv_{key_of(kind)}": figure(model, kind) for kind in FIGURES.values()},
+        **{f"model_train_{name}": trained and trained.figures.get(name) for name in FIGURES},
+        **{f"model_cv_{name}": model and model.figures.get(name) for name in FIGURES},
         "lowest_cv_loss": lowest and lowest.loss,  # of an epoch whose model was not kept, if lower
         "lowest_cv_loss_epoch": lowest and lowest.epoch,
         "learning_rate": metrics.train[-1].learning_rate if metrics.train else None,  # as it was applied
@@ -197,70 +180,50 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         "efficiency": None if speed_up is None else speed_up / workers,  # the scaling factor of papers
         "no_speed_up": reason,
         "compute_cpu_fraction": compute_cpu_fraction(metrics),
-        "shares": {name: share(run, name) for name in SHARES},
-        "consensus_distance": _spread(distances, max),  # in the last epoch, before an averaging
+        **{name: value for share in SHARES for name, value in _spread(f"{share}_fraction", metrics.workers).items()},
+        **_spread("consensus_distance", last),  # in the last epoch, before an averaging
         "bytes_per_averaging": sum(row.bytes_sent or 0 for row in sending) / averagings if sending else None,
         "excluded_averagings": sum(row.excluded_averagings for row in metrics.workers),
-        "results": run.results[0],
     }
 
 
-def _base(run: Run, runs: Sequence[Run]) -> tuple[Run, None] | tuple[None, str]:
+def _base(run: Run, runs: Sequence[Run]) -> tuple[Run | None, str | None]:
     """The fastest of `runs` with one worker whose speed compares with that of `run`; or why there is none."""
-    alone = sorted(
-        (run for run in runs if number_of_workers(run) == 1 and speed(run)), key=lambda run: -(speed(run) or 0.0)
-    )
-    reasons = {other.name: incomparable(run, other) for other in alone}
-    for other in alone:
-        if reasons[other.name] is None:
-            return other, None
-    return None, min(filter(None, reasons.values()), key=len, default="there is no run with one worker")
+    alone = [other for other in runs if number_of_workers(other) == 1 and speed(other)]
+    alone.sort(key=lambda other: -(speed(other) or 0.0))
+    reasons = [incomparable(run, other) for other in alone]
+    if None in reasons:
+        return alone[reasons.index(None)], None
+    return None, min(filter(None, reasons), key=len, default="there is no run with one worker")
 
 
 def incomparable(run: Run, other: Run) -> str | None:
     """Why the speeds of two runs do not compare; None: they do."""
-    if (reason := speed_problem(run)) is not None:
-        return reason
-    if (reason := speed_problem(other)) is not None:
-        return f"{other.name}: {reason}"
     own, others = _conditions(run), _conditions(other)
-    differ = [f"{name} ({own[name]}, {others[name]})" for name in own if others.get(name, own[name]) != own[name]]
-    return f"other {', '.join(differ)} than {other.name}" if differ else None
+    both = ({**others, **own}, {**own, **others})
+    differ = [name for name in both[0] if both[0][name] != both[1][name]]
+    return f"it does not compare with {other.name}: {', '.join(differ)}" if differ else None
 
 
-def speed_problem(run: Run) -> str | None:
-    """Why the speed of a run compares with that of no other; None: it may compare."""
-    if run.recipe is None or run.start is None:
-        return "recorded by an older version" if run.recipe else f"it has no {RECIPE}"
-    conditions = {"kind of machine": "machine", "precision": "precision", "number of workers": "world_size"}
-    for name, field in conditions.items():
-        if len({getattr(start, field) for start in run.metrics.starts}) > 1:
-            return f"resumed with another {name}"
+def _conditions(run: Run) -> dict[str, Any]:
+    """What must be the same if the speeds of two runs are to compare, by name. NaN is never the same: the speed of that
+    run compares with no other."""
+    recipe, start, starts = run.recipe, run.start, run.metrics.starts
+    if recipe is None or start is None:
+        return {f"{METRICS} of an older version, or no {RECIPE}": math.nan}
+    resumed = len({(each.machine, each.precision, each.world_size) for each in starts}) > 1
     on_gpu = any(row.device.startswith("cuda") for row in run.metrics.workers)
-    needed, unit = (1, "GPUs") if on_gpu else (run.start.cpu_threads, "cores")
-    cores = min(start.cores_per_worker or 0.0 for start in run.metrics.starts)
-    if cores < needed:
-        return f"its workers shared {unit}: {cores:.2g} for each, which computed in {plural(needed, 'thread')}"
-    return None
-
-
-def _conditions(run: Run) -> dict[str, str]:
-    """What must be the same if the speeds of two runs are to compare, by name."""
-    recipe, start = run.recipe, run.start
-    assert recipe is not None and start is not None
-    parameters = next((row.num_parameters for row in run.metrics.workers), None)
-    size = str(recipe.minibatch_size)
-    if not isinstance(recipe.minibatch_size, int):  # it grows: the speed is an average over all epochs
-        size += f", {len(run.metrics.train)} trained"
+    shared = min(each.cores_per_worker or 0.0 for each in starts) < (1 if on_gpu else start.cpu_threads)
+    grows = not isinstance(recipe.minibatch_size, int)  # then the speed is an average over all epochs
     return {
-        "network": f"{recipe.model.summary()}, {parameters} parameters",
-        "training data": f"{start.train_frames} frames {start.train_digest[:6]}",
-        "minibatch size": size,
+        "network": (recipe.model.summary(), next((row.num_parameters for row in run.metrics.workers), None)),
+        "training data": (start.train_frames, start.train_digest),
+        "minibatch_size": (str(recipe.minibatch_size), grows and len(run.metrics.train)),
         **({"minibatch_scope": recipe.minibatch_scope} if number_of_workers(run) > 1 else {}),
-        "precision": start.precision,
-        "threads of a worker": str(start.cpu_threads),
-        "kind of machine": printable(start.machine, ""),
-        **{f"optimizer.{key}".removesuffix(".name"): str(value) for key, value in recipe.optimizer},
+        **{f"optimizer.{key}": value for key, value in recipe.optimizer},
+        **{name: getattr(start, name) for name in ("precision", "cpu_threads", "machine")},
+        "workers that shared cores or GPUs": math.nan if shared else None,
+        "a resume with another machine, precision or number of workers": math.nan if resumed else None,
     }
 
 
@@ -281,30 +244,26 @@ def compute_cpu_fraction(metrics: Metrics) -> float | None:
 
 def remarks(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
     """What a reader must know who compares these runs, a sentence each."""
-    found = []
+    remarks = []
     by_digest: defaultdict[str, list[str]] = defaultdict(list)
     for run, summary in zip(runs, summaries, strict=True):
         by_digest[run.start.cv_digest if run.start else ""].append(run.name)
-        if summary["speed_up_over"] is not None:
-            base = summary["speed_up_over"]
-            found.append(f"{run.name}: speed-up over {base}, the fastest one-worker run that compares")
-        elif summary["no_speed_up"] is not None:
-            found.append(f"{run.name}: no speed-up: {summary['no_speed_up']}")
-        if (warning := overload(run)) is not None:
-            found.append(f"{run.name}: warning: {warning}")
-        if stale := run.results[1]:
-            files = f"{run.name}: {', '.join(stale)}"
-            found.append(
-                f"{files}: of another model than {FINAL} is now (was it trained longer?), not shown: evaluate or decode "
-                "again"
-            )
+        base, reason, warning, stale = summary["speed_up_over"], summary["no_speed_up"], overload(run), run.results[1]
+        another = f"of another model than {FINAL} is now (was it trained longer?)"
+        notes = (
+            base and f"speed-up over {base}, the fastest one-worker run that compares",
+            reason and f"no speed-up: {reason}",
+            warning and f"warning: {warning}",
+            stale and f"{', '.join(stale)}: {another}, not shown: evaluate or decode again",
+        )
+        remarks += [f"{run.name}: {note}" for note in notes if note]
     unknown = by_digest.pop("", [])
     if len(by_digest) > 1:
-        *sets, last = (names[0] if len(names) == 1 else f"({', '.join(names)})" for names in by_digest.values())
-        found.append(f"CV sets differ: CV losses of {', '.join(sets)} and {last} do not compare")
+        sets = " | ".join(", ".join(names) for names in by_digest.values())
+        remarks.append(f"CV sets differ: CV losses compare only within {sets}")
     if unknown and len(runs) > 1:
-        found.append(f"CV set not recorded (older version): CV losses of {', '.join(unknown)} may not compare")
-    return found
+        remarks.append(f"CV set not recorded (older version): CV losses of {', '.join(unknown)} may not compare")
+    return remarks
 
 
 def number_of_workers(run: Run) -> int:
@@ -328,34 +287,23 @@ def speed(run: Run) -> float | None:
     return sum(frames for frames, _ in timed) / sum(seconds for _, seconds in timed) if timed else None
 
 
-def share(run: Run, name: str) -> Spread | None:
-    """The fraction of the time spent in one of `SHARES`; the worst is the smallest for compute, else the largest."""
-    return _spread(shares_by_rank(run, name), min if name == "compute" else max)
+def means_by_rank(rows: Sequence[WorkerRow], field: str) -> dict[int, float]:
+    """Rank -> mean of a field over its rows that have it, weighted by their seconds."""
+    values: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if (value := getattr(row, field)) is not None:
+            values[row.rank].append((row.seconds or 0.0, value))
+    totals = {rank: sum(seconds for seconds, _ in known) for rank, known in values.items()}
+    return {
+        rank: sum(seconds * value for seconds, value in known) / totals[rank]
+        for rank, known in sorted(values.items())
+        if totals[rank]
+    }
 
 
-def shares_by_rank(run: Run, name: str) -> dict[int, float | None]:
-    """Rank -> fraction of its time over all epochs that was spent in one of `SHARES`."""
-    spent: defaultdict[int, float] = defaultdict(float)
-    total: defaultdict[int, float] = defaultdict(float)
-    for row in run.metrics.workers:
-        fraction, seconds = getattr(row, f"{name}_fraction"), row.seconds or 0.0
-        spent[row.rank] += seconds * (fraction or 0.0)
-        total[row.rank] += seconds if fraction is not None else 0.0
-    return {rank: spent[rank] / total[rank] if total[rank] else None for rank in sorted(spent)}
-
-
-def consensus_distances(run: Run) -> dict[int, list[float]]:
-    """Epoch -> the workers' consensus distances in it, for epochs that have any."""
-    by_epoch: defaultdict[int, list[float]] = defaultdict(list)
-    for row in run.metrics.workers:  # sorted by epoch
-        if row.consensus_distance is not None:
-            by_epoch[row.epoch].append(row.consensus_distance)
-    return by_epoch
-
-
-def _spread(values: dict[int, float | None], worst: Callable[..., int]) -> Spread | None:
-    known = {rank: value for rank, value in values.items() if value is not None}
-    if not known:
-        return None
-    rank = worst(known, key=known.__getitem__)
-    return {"mean": fmean(known.values()), "worst": known[rank], "rank": rank}
+def _spread(field: str, rows: Sequence[WorkerRow]) -> dict[str, float | None]:
+    """Of the workers' means: their `mean`, and the `worst` with its `rank`, which is the lowest for compute."""
+    means = means_by_rank(rows, field)
+    worst = (min if field == "compute_fraction" else max)(means, key=means.__getitem__, default=None)
+    figures = {"mean": fmean(means.values()) if means else None, "worst": means.get(worst or 0), "rank": worst}
+    return {f"{field}_{name}": value for name, value in figures.items()}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -21,18 +20,7 @@ from ddnn.recipe.load import is_read
 from ddnn.recipe.schema import Recipe
 from ddnn.recipe.section import get_value
 from ddnn.report.figures import draw_report
-from ddnn.report.runs import (
-    Run,
-    Summary,
-    figure,
-    key_of,
-    name_of,
-    read_runs,
-    remarks,
-    shortest_ends,
-    summarize,
-    training_seconds,
-)
+from ddnn.report.runs import Run, Summary, read_runs, remarks, shortest_ends, summarize
 from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.text import printable
 
@@ -43,18 +31,20 @@ CONTRAST = (
 MAX_DIFFERING = 12
 WIDTH = 100  # of a table
 RUNS_PER_TABLE = 4
-SPEED_UP, SPEED_PER_WORKER = "speed-up over one worker", "frames/s per worker"
-_TIMES = {"compute": "compute", "data": "data", "comm": "communication", "wait": "waiting"}
+EPOCH_PARTS = ("train", "cv", "workers")
+SPEED_UP = "speed-up over one worker"
 _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")  # how what a spreadsheet computes begins
-_START_ROWS = {"precision": "{precision}", "machine": "{machine}", "date": "{date}"}
+_START_ROWS = {"precision": "{precision}", "machine": "{machine}", "date": "{date:.16}"}
 _MODEL_ROWS = {
     "epochs": "{epochs}",
     "ended": "{ended}",
     "warm-up training loss": "{warmup_loss:.4f}",
     "final model: epoch": "{model}",
     **{
-        f"its {split} {name_of(kind)}": f"{{model_{key}_{key_of(kind)}:{'.2%' if kind.percent else '.4f'}}}"
-        for kind in FIGURES.values()
+        f"its {split} {figure.label}{'' if figure.percent else ' per frame'}": (
+            f"{{model_{key}_{figure.name}:{'.2%' if figure.percent else '.4f'}}}"
+        )
+        for figure in FIGURES.values()
         for split, key in (("training", "train"), ("CV", "cv"))
     },
     "lower CV loss, not kept": "{lowest_cv_loss:.4f} (epoch {lowest_cv_loss_epoch})",
@@ -63,17 +53,17 @@ _TIME_ROWS = {
     "last learning rate, applied": "{learning_rate:.4g}",
     "training seconds": "{seconds:,.1f}",
     "frames/s": "{frames_per_second:,.0f}",
-    SPEED_PER_WORKER: "{frames_per_second_per_worker:,.0f}",
+    "frames/s per worker": "{frames_per_second_per_worker:,.0f}",
     SPEED_UP: "{speed_up:.2f}",
     "efficiency: speed-up/workers": "{efficiency:.1%}",
     "compute time": "{compute_fraction_mean:.1%}",
     "compute time, least": "{compute_fraction_worst:.1%} (rank {compute_fraction_rank})",
     "data time": "{data_fraction_mean:.1%}",
     "data time, most": "{data_fraction_worst:.1%} (rank {data_fraction_rank})",
-    "communication time": "{communication_fraction_mean:.1%}",
-    "communication time, most": "{communication_fraction_worst:.1%} (rank {communication_fraction_rank})",
-    "waiting time": "{waiting_fraction_mean:.1%}",
-    "waiting time, most": "{waiting_fraction_worst:.1%} (rank {waiting_fraction_rank})",
+    "communication time": "{comm_fraction_mean:.1%}",
+    "communication time, most": "{comm_fraction_worst:.1%} (rank {comm_fraction_rank})",
+    "waiting time": "{wait_fraction_mean:.1%}",
+    "waiting time, most": "{wait_fraction_worst:.1%} (rank {wait_fraction_rank})",
     "consensus distance, last": "{consensus_distance_mean:.3g}",
     "consensus distance, most": "{consensus_distance_worst:.3g} (rank {consensus_distance_rank})",
     "bytes sent per averaging": "{bytes_per_averaging:,.0f}",
@@ -96,13 +86,11 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         runs = []
-        for run, summary in zip(self.runs, self.summaries, strict=True):
-            start = run.start and run.start.model_dump(exclude={"type", "epoch"})
-            contrast = {_word(key): run.recipe and get_value(run.recipe, key) for key in CONTRAST}
-            events = [event.model_dump() for event in run.metrics.events]
-            runs.append(
-                {"name": run.name, "path": str(run.path), **contrast, "start": start, **summary, "events": events}
-            )
+        for number, (run, summary) in enumerate(zip(self.runs, self.summaries, strict=True)):
+            contrast = {_word(key): self.settings[key][number] for key in CONTRAST}
+            start, events = run.start and run.start.model_dump(), [event.model_dump() for event in run.metrics.events]
+            more = {"results": run.results[0], "start": start, "events": events}
+            runs.append({"name": run.name, "path": str(run.path), **contrast, **summary, **more})
         differing = {key: values for key, values in self.settings.items() if key not in CONTRAST}
         return {
             "runs": runs,
@@ -113,18 +101,15 @@ class Report:
         }
 
     def as_text(self) -> str:
-        settings = [(_word(key) if key in CONTRAST else key, _texts(v)) for key, v in self.settings.items()]
-        contrast, differing = settings[: len(CONTRAST)], settings[len(CONTRAST) :]
-        rows = {"workers": [str(summary["workers"]) for summary in self.summaries], **dict(contrast)}
-        rows |= self._rows(_START_ROWS) | dict(differing[:MAX_DIFFERING]) | self._rows(_MODEL_ROWS)
-        for name in dict.fromkeys(name for summary in self.summaries for name in summary["results"]):
-            values = [summary["results"].get(name) for summary in self.summaries]
+        shown = {_word(key) if key in CONTRAST else key: _texts(values) for key, values in self.settings.items()}
+        contrast, differing = list(shown.items())[: len(CONTRAST)], list(shown.items())[len(CONTRAST) :]
+        rows = self._rows({"workers": "{workers}"}) | dict(contrast) | self._rows(_START_ROWS)
+        rows |= dict(differing[:MAX_DIFFERING]) | self._rows(_MODEL_ROWS)
+        results = [run.results[0] for run in self.runs]
+        for name in dict.fromkeys(name for result in results for name in result):
             digits = 4 if name.endswith("frame") else 2
-            rows[name] = ["-" if value is None else f"{value:.{digits}f}" for value in values]
-        rows |= self._rows(_TIME_ROWS)
-        if set(rows["workers"]) == {"1"}:  # these say nothing of one worker
-            del rows[SPEED_UP], rows[SPEED_PER_WORKER]
-        lines = [_tables([run.name for run in self.runs], rows)]
+            rows[name] = [f"{result[name]:.{digits}f}" if name in result else "-" for result in results]
+        lines = [_tables([run.name for run in self.runs], rows | self._rows(_TIME_ROWS))]
         if hidden := [key for key, _ in differing[MAX_DIFFERING:]]:
             lines.append(f"{len(hidden)} more keys differ: {', '.join(hidden)}")
         lines += remarks(self.runs, self.summaries)
@@ -134,46 +119,23 @@ class Report:
 
     def _rows(self, formats: Mapping[str, str]) -> dict[str, list[str]]:
         """Label -> a cell for each run; "-" if a run does not have the figure."""
-        figures = [_shown(run, summary) for run, summary in zip(self.runs, self.summaries, strict=True)]
+        figures = [_shown(summary) for summary in self.summaries]
         return {label: [_format(text, known) for known in figures] for label, text in formats.items()}
 
     def runs_csv(self) -> str:
         """A row for each run: recipe keys, and figures that are not rounded."""
-        return _csv(
-            [
-                {"run": run.name, "path": run.path}
-                | {key: values[number] for key, values in self.settings.items()}
-                | {key: _setting(run.recipe, key) for key in ("minibatch_size", "schedule.initial_learning_rate")}
-                | _flat(run, summary)
-                for number, (run, summary) in enumerate(zip(self.runs, self.summaries, strict=True))
-            ]
-        )
+        more = ("minibatch_size", "schedule.initial_learning_rate")
+        rows = []
+        for number, (run, summary) in enumerate(zip(self.runs, self.summaries, strict=True)):
+            settings = {key: values[number] for key, values in self.settings.items()}
+            settings |= {key: _setting(run.recipe, key) for key in more}
+            rows.append({"run": run.name, "path": run.path, **settings, **summary, **run.results[0]})
+        return _csv(rows)
 
     def epochs_csv(self) -> str:
-        """A row for each epoch of each run; fractions of time and consensus distance are means over the workers."""
-        rows = []
-        for run in self.runs:
-            trained, validated = ({row.epoch: row for row in split} for split in (run.metrics.train, run.metrics.cv))
-            seconds = dict(zip(trained, training_seconds(run), strict=True))
-            for epoch in sorted({*trained, *validated}):
-                train, cv = trained.get(epoch), validated.get(epoch)
-                workers = [row for row in run.metrics.workers if row.epoch == epoch]
-                rows.append(
-                    {
-                        "run": run.name,
-                        "epoch": epoch,
-                        "accepted": cv and cv.accepted,
-                        **{f"train_{kind.name}": figure(train, kind) for kind in FIGURES.values()},
-                        **{f"cv_{kind.name}": figure(cv, kind) for kind in FIGURES.values()},
-                        "learning_rate": train and train.learning_rate,
-                        "schedule_learning_rate": train and train.schedule_learning_rate,
-                        "training_seconds": seconds.get(epoch),
-                        "frames_per_second": train and train.frames_per_second,
-                        **{f"{label}_fraction": _mean(workers, f"{name}_fraction") for name, label in _TIMES.items()},
-                        "consensus_distance": _mean(workers, "consensus_distance"),
-                    }
-                )
-        return _csv(rows)
+        """The rows of metrics.jsonl of each run, of each epoch's training, cross-validation and workers."""
+        rows = ((run, row) for run in self.runs for part in EPOCH_PARTS for row in getattr(run.metrics, part))
+        return _csv([{"run": run.name, **row.model_dump()} for run, row in rows])
 
 
 def report(
@@ -192,31 +154,15 @@ def report(
     return replace(result, tables=tables)
 
 
-def _flat(run: Run, summary: Summary) -> dict[str, Any]:
-    """The figures of a run by column of the CSV file."""
-    start = run.start.model_dump(include={"date", "host", "machine", "precision", "version"}) if run.start else {}
-    spreads = {f"{label}_fraction": summary["shares"][name] for name, label in _TIMES.items()}
-    spreads["consensus_distance"] = summary["consensus_distance"]
-    figures = {
-        name: value for name, value in summary.items() if name not in ("shares", "consensus_distance", "results")
-    }
-    for name, spread in spreads.items():
-        figures |= {f"{name}_{part}": spread and spread[part] for part in ("mean", "worst", "rank")}
-    return {**start, **figures, **summary["results"]}
-
-
-def _shown(run: Run, summary: Summary) -> dict[str, Any]:
+def _shown(summary: Summary) -> dict[str, Any]:
     """The figures of a run that its column of the table shows: with one worker, none that compare workers, no zeros."""
-    figures = _flat(run, summary)
     model = summary["model_combination"] or summary["model_epoch"]
-    figures |= {
-        "excluded_averagings": figures["excluded_averagings"] or None,
-        "model": model if summary["finished"] or model is None else f"{model} (so far)",
-        "date": run.start and run.start.date[:16].replace("T", " "),
-    }
+    figures = summary | {"model": model if summary["finished"] or model is None else f"{model} (so far)"}
+    figures["excluded_averagings"] = figures["excluded_averagings"] or None
     if summary["workers"] == 1:
-        means = {name: value or None for name, value in figures.items() if name.endswith("_mean")}
-        figures |= means | {name: None for name in figures if name.endswith("_rank")}
+        for name, value in summary.items():
+            if name.endswith(("_rank", "_per_worker")) or (name.endswith("_mean") and value == 0.0):
+                del figures[name]
     return {name: value for name, value in figures.items() if value is not None}
 
 
@@ -239,15 +185,10 @@ def _tables(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
         for _ in names[part]:
             table.add_column(justify="right", overflow="fold")
         for label, cells in {"": names, **rows}.items():
-            if set(cells[part]) != {"-"} or label == SPEED_UP:
+            if set(cells[part]) != {"-"}:
                 table.add_row(*(printable(cell, "") for cell in (label, *cells[part])))
         console.print(*[""] * bool(first), table)
     return text.getvalue().rstrip()
-
-
-def _mean(rows: Iterable[object], field: str) -> float | None:
-    known = [value for row in rows if (value := getattr(row, field)) is not None]
-    return fmean(known) if known else None
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import re
 import struct
 import subprocess
@@ -20,7 +19,6 @@ from hypothesis import strategies as st
 from report_runs import PARAMETERS, epoch_row, rows_of, start_row, worker_row, write_run
 
 from ddnn.report import figures
-from ddnn.report.figures import y_limit
 from ddnn.report.runs import incomparable, read_run, read_runs, summarize, training_seconds
 from ddnn.report.scale_command import ScaleOptions, scale
 from ddnn.report.table import report
@@ -57,6 +55,11 @@ def runs(tmp_path: Path) -> list[Path]:
     ]
 
 
+def spread(summary: dict[str, Any], name: str) -> tuple[Any, ...]:
+    """Of a value that each worker has: the mean over the workers, the worst, its rank."""
+    return tuple(summary[f"{name}_{part}"] for part in ("mean", "worst", "rank"))
+
+
 def png_size(path: Path) -> tuple[int, int]:
     head = path.read_bytes()[:24]
     assert head.startswith(b"\x89PNG\r\n\x1a\n")
@@ -72,14 +75,10 @@ def test_figures(runs: list[Path]) -> None:
     assert [s["speed_up"] for s in (one, older)] == [None, None], "one worker has none"
     assert [s["speed_up"] for s in (two, four)] == pytest.approx([1.9, 3.8])
     assert (two["speed_up_over"], two["no_speed_up"]) == ("one", None)
-    assert older["shares"] == dict.fromkeys(one["shares"])
-    assert older["consensus_distance"] is None and one["consensus_distance"] is None
-    spread = four["shares"]["compute"]
-    assert spread is not None
-    assert (spread["mean"], spread["worst"], spread["rank"]) == (pytest.approx(0.90), pytest.approx(0.87), 3)
-    spread = four["shares"]["wait"]
-    assert spread is not None
-    assert (spread["mean"], spread["worst"], spread["rank"]) == (pytest.approx(0.03), pytest.approx(0.06), 3)
+    assert [value for name, value in older.items() if name.endswith(("_mean", "_worst", "_rank"))] == [None] * 15
+    assert spread(one, "consensus_distance") == (None, None, None)
+    assert spread(four, "compute_fraction") == (pytest.approx(0.90), pytest.approx(0.87), 3)
+    assert spread(four, "wait_fraction") == (pytest.approx(0.03), pytest.approx(0.06), 3)
     assert two["bytes_per_averaging"] == 58_554_848 / 12, "11 averagings and the mean at the end of the epoch"
     assert four["model_cv_loss"] == pytest.approx(epoch_row(3, "cv")["loss"]), "the last epoch was rejected"
     assert (four["model_epoch"], four["finished"], four["lowest_cv_loss"]) == (3, False, None)
@@ -88,8 +87,8 @@ def test_figures(runs: list[Path]) -> None:
 
 def test_shares_weigh_epochs_by_their_time(tmp_path: Path) -> None:
     rows = [worker_row(1, 0, seconds=1.0, compute_fraction=0.2), worker_row(2, 0, seconds=3.0, compute_fraction=0.6)]
-    spread = summarize([read_run(write_run(tmp_path / "run", rows))])[0]["shares"]["compute"]
-    assert spread is not None and spread["mean"] == pytest.approx(0.5)
+    (summary,) = summarize([read_run(write_run(tmp_path / "run", rows))])
+    assert spread(summary, "compute_fraction") == (pytest.approx(0.5), pytest.approx(0.5), 0)
 
 
 def test_excluded_models_are_counted_and_the_last_consensus_distance_is_shown(tmp_path: Path) -> None:
@@ -99,16 +98,7 @@ def test_excluded_models_are_counted_and_the_last_consensus_distance_is_shown(tm
     ]
     summary = summarize([read_run(write_run(tmp_path / "run", [*rows, worker_row(2, 1, consensus_distance=0.75)]))])[0]
     assert summary["excluded_averagings"] == 3
-    assert summary["consensus_distance"] is not None
-    assert (
-        summary["consensus_distance"]["mean"],
-        summary["consensus_distance"]["worst"],
-        summary["consensus_distance"]["rank"],
-    ) == (
-        0.5,
-        0.75,
-        1,
-    )
+    assert spread(summary, "consensus_distance") == (0.5, 0.75, 1)
 
 
 def test_no_speed_up_without_a_run_of_one_worker_or_over_another_network(runs: list[Path], tmp_path: Path) -> None:
@@ -118,13 +108,14 @@ def test_no_speed_up_without_a_run_of_one_worker_or_over_another_network(runs: l
 
 
 DIFFERENT = {
-    "optimizer (ng-sgd, sgd)": ({}, "optimizer: {name: ng-sgd}"),
-    "optimizer.momentum (0.9, 0.0)": ({}, "optimizer: {momentum: 0.9}"),
-    "minibatch size (512, 256)": ({}, "minibatch_size: 512"),
-    "training data (57344 frames bbbb22, 57344 frames aaaa11)": ({"train_digest": "bbbb2222"}, ""),
-    "precision (bf16, float32)": ({"precision": "bf16"}, ""),
-    "kind of machine (AMD EPYC, Intel(R) Xeon(R) 8481C)": ({"machine": "AMD EPYC"}, ""),
-    "threads of a worker (2, 1)": ({"cpu_threads": 2, "cores_per_worker": 2.0}, ""),
+    "optimizer.name": ({}, "optimizer: {name: ng-sgd, momentum: 0.0}"),
+    "optimizer.momentum": ({}, "optimizer: {momentum: 0.9}"),
+    "minibatch_size": ({}, "minibatch_size: 512"),
+    "training data": ({"train_digest": "bbbb2222"}, ""),
+    "precision": ({"precision": "bf16"}, ""),
+    "machine": ({"machine": "AMD EPYC"}, ""),
+    "cpu_threads": ({"cpu_threads": 2, "cores_per_worker": 2.0}, ""),
+    "precision, machine": ({"precision": "bf16", "machine": "AMD EPYC"}, ""),
 }
 
 
@@ -135,10 +126,9 @@ def test_a_speed_up_only_over_a_run_that_differs_in_nothing_but_the_workers(tmp_
     two = write_run(tmp_path / "two", rows_of(2, start=start), "{workers: 2}", recipe)
     found = report([one, two], None)
     assert found.summaries[1]["speed_up"] is None
-    assert f"two: no speed-up: other {what} than one" in found.as_text()
-    with pytest.raises(UserError, match="two: other ") as refused:
+    assert f"two: no speed-up: it does not compare with one: {what}\n" in f"{found.as_text()}\n"
+    with pytest.raises(UserError, match=f"two: it does not compare with one: {what}"):
         scale([one, two], ScaleOptions(workers=(2,)), None)
-    assert what in str(refused.value)
 
 
 def test_speeds_with_shared_and_growing_minibatches(tmp_path: Path) -> None:
@@ -153,11 +143,9 @@ def test_speeds_with_shared_and_growing_minibatches(tmp_path: Path) -> None:
     )  # fmt: skip
     runs = read_runs([one, shared, each, alone, two, longer])
     assert incomparable(runs[1], runs[0]) is None and incomparable(runs[0], runs[1]) is None
-    assert incomparable(runs[1], runs[2]) == "other minibatch_scope (total, worker) than each"
+    assert incomparable(runs[1], runs[2]) == "it does not compare with each: minibatch_scope"
     assert incomparable(runs[4], runs[3]) is None
-    assert incomparable(runs[5], runs[3]) == (
-        "other minibatch size (128 to 256 over 5 epochs, 5 trained, 128 to 256 over 5 epochs, 4 trained) than alone"
-    )
+    assert incomparable(runs[5], runs[3]) == "it does not compare with alone: minibatch_size"
 
 
 def test_runs_whose_speed_compares_with_no_other(tmp_path: Path) -> None:
@@ -174,14 +162,17 @@ def test_runs_whose_speed_compares_with_no_other(tmp_path: Path) -> None:
     ]
     found = report(runs, None)
     assert [s["speed_up"] for s in found.summaries] == [None] * 6
-    assert [s["no_speed_up"] for s in found.summaries] == [
-        None,
-        "its workers shared cores: 0.5 for each, which computed in 1 thread",
-        "its workers shared GPUs: 0.5 for each, which computed in 1 thread",
-        "its workers shared cores: 1 for each, which computed in 2 threads",
-        "resumed with another kind of machine",
-        "recorded by an older version",
+    reasons = [s["no_speed_up"] for s in found.summaries]
+    assert reasons[0] is None and all("it does not compare with one: " in reason for reason in reasons[1:])
+    assert [reason.rpartition(": ")[2] for reason in reasons[1:]] == [
+        "workers that shared cores or GPUs",
+        "workers that shared cores or GPUs",
+        "cpu_threads, workers that shared cores or GPUs",
+        "machine, a resume with another machine, precision or number of workers",
+        "metrics.jsonl of an older version, or no recipe.yaml",
     ]
+    for run in read_runs(runs[1:]):
+        assert incomparable(run, run) is not None, "ddnn scale is not fitted to it, even alone"
     assert "CV set not recorded (older version): CV losses of older may not compare" in found.as_text()
     alone = summarize(read_runs([write_run(tmp_path / "two", rows_of(2), "{workers: 2}")]))
     assert alone[0]["no_speed_up"] == "there is no run with one worker"
@@ -208,9 +199,8 @@ def test_the_fastest_of_several_runs_with_one_worker_is_compared_with(tmp_path: 
 def test_runs_with_other_cv_sets_are_named(tmp_path: Path) -> None:
     starts = {"a": {}, "b": {"cv_digest": "dddd4444"}, "c": {}, "d": {"cv_digest": "eeee5555"}}
     runs = [write_run(tmp_path / name, rows_of(1, start=start)) for name, start in starts.items()]
-    assert "CV sets differ: CV losses of a and b do not compare" in report(runs[:2], None).as_text()
-    assert "CV sets differ: CV losses of (a, c) and b do not compare" in report(runs[:3], None).as_text()
-    assert "CV sets differ: CV losses of (a, c), b and d do not compare" in report(runs, None).as_text()
+    assert "CV sets differ: CV losses compare only within a | b" in report(runs[:2], None).as_text()
+    assert "CV sets differ: CV losses compare only within a, c | b | d" in report(runs, None).as_text()
     assert "CV set" not in report([runs[0], runs[2]], None).as_text()
 
 
@@ -226,7 +216,7 @@ def test_the_model_shown_is_the_one_that_was_trained(tmp_path: Path) -> None:
     assert shown["lower CV loss, not kept"] == ["1.8000 (epoch 1)"] * 2
     run = found.as_dict()["runs"][0]
     assert (run["finished"], run["model_epoch"], run["model_cv_loss"]) == (True, 2, 1.9)
-    assert run["model_cv_accuracy"] == pytest.approx(0.42)
+    assert run["model_cv_frame_accuracy"] == pytest.approx(0.42)
     assert (run["lowest_cv_loss"], run["lowest_cv_loss_epoch"]) == (1.8, 1)
 
 
@@ -269,7 +259,7 @@ def test_the_learning_rate_is_the_applied_one_and_the_machine_is_shown(tmp_path:
     rows_shown = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in shown.splitlines()}
     assert rows_shown["last learning rate, applied"] == "0.016"
     facts = [rows_shown[key] for key in ("activation", "schedule", "seed", "precision", "date")]
-    assert facts == ["sigmoid", "newbob", "1", "float32", "2026-11-22 18:32"]
+    assert facts == ["sigmoid", "newbob", "1", "float32", "2026-11-22T18:32"]
     assert rows_shown["machine"] == "Intel(R) Xeon(R) 8481C"
 
 
@@ -452,7 +442,7 @@ def test_results_on_test_sets_are_those_whose_json_was_saved(tmp_path: Path, cap
     (runs[1] / "folder.json").mkdir()
     found = report(runs, None)
     expected = {"evaluate_test: loss per frame": 1.23456, "evaluate_test: frame accuracy (%)": pytest.approx(61.234)}
-    assert [s["results"] for s in found.summaries] == [expected, {"decode_test/score: WER (%)": 3.5}]
+    assert [run.results[0] for run in found.runs] == [expected, {"decode_test/score: WER (%)": 3.5}]
     rows = {line.split("  ")[0]: re.split(r"\s{2,}", line)[1:] for line in found.as_text().splitlines()}
     assert rows["evaluate_test: loss per frame"] == ["1.2346", "-"]
     assert rows["decode_test/score: WER (%)"] == ["-", "3.50"]
@@ -470,15 +460,15 @@ def test_results_of_another_model_are_left_out_and_named(tmp_path: Path) -> None
         model = {} if name == "old" else {"model": model_digest(path)}
         (path / f"{name}.json").write_text(json.dumps(values | model))
     found = report([path], None)
-    assert len(found.summaries[0]["results"]) == 4 and "another model" not in found.as_text()
+    assert len(found.runs[0].results[0]) == 4 and "another model" not in found.as_text()
     (path / FINAL).write_bytes(b"four epochs")
     found = report([path], None)
-    assert found.summaries[0]["results"] == {"old: WER (%)": 4.0}
+    assert found.runs[0].results[0] == {"old: WER (%)": 4.0}
     said = f"run: evaluate, decode_test/score: of another model than {FINAL} is now"
     assert said in found.as_text() and any(said in line for line in found.as_dict()["remarks"])
     assert "3.5" not in found.runs_csv()
     (path / FINAL).unlink()
-    assert len(report([path], None).summaries[0]["results"]) == 4
+    assert len(report([path], None).runs[0].results[0]) == 4
 
 
 def test_csv(tmp_path: Path, run_cli: RunCli) -> None:
@@ -497,14 +487,15 @@ def test_csv(tmp_path: Path, run_cli: RunCli) -> None:
     for row, summary in zip(table, summaries, strict=True):
         assert float(row["model_cv_loss"]) == summary["model_cv_loss"] and row["finished"] == "false"
         assert row["efficiency"] == ("" if summary["efficiency"] is None else str(summary["efficiency"]))
-        assert float(row["compute_fraction_mean"]) == summary["shares"]["compute"]["mean"]
+        assert float(row["compute_fraction_mean"]) == summary["compute_fraction_mean"]
     assert [row["parallel.strategy"] for row in table] == ["all-reduce"] * 7 + [""]
     assert (table[-1]["schedule.name"], table[-1]["evaluate: loss per frame"]) == ("exponential", "-0.1")
-    assert len(epochs) == 7 * 3 + 5 and epochs[-1]["run"] == "one"
-    last = {key: float(epochs[-1][key]) for key in ("epoch", "train_loss", "cv_loss", "learning_rate", "data_fraction")}
-    loss = epoch_row(4, "cv")["loss"]
-    assert last == {"epoch": 4, "train_loss": loss, "cv_loss": loss, "learning_rate": 0.008, "data_fraction": 0.01}
-    assert (epochs[0]["train_loss"], epochs[0]["accepted"], epochs[-1]["consensus_distance"]) == ("", "true", "")
+    assert len(epochs) == 7 * (3 + 2 + 4) + 5 + 4 + 4 and epochs[-1]["run"] == "one"
+    cv, worker = [row for row in epochs if row["split"] == "cv"], epochs[-1]
+    values = {key: float(cv[-1][key]) for key in ("epoch", "loss", "learning_rate")}
+    assert values == {"epoch": 4, "loss": epoch_row(4, "cv")["loss"], "learning_rate": 0.008}
+    assert (worker["type"], worker["rank"], worker["data_fraction"]) == ("worker", "0", "0.01")
+    assert (cv[0]["accepted"], worker["consensus_distance"]) == ("true", "")
     assert run_cli("report", *runs, one, "--csv", "-").stdout == files[0].read_text()
     assert run_cli("report", *runs, one, "--csv-epochs", "-").stdout == files[1].read_text()
     for words in (("--csv", "-", "--csv-epochs", "-"), ("--csv", "-", "--json"), ("--csv", "x", "--csv-epochs", "x")):
@@ -514,10 +505,6 @@ def test_csv(tmp_path: Path, run_cli: RunCli) -> None:
 
 
 def test_a_run_that_diverged_does_not_flatten_the_others(tmp_path: Path) -> None:
-    assert y_limit([[2.0, 1.5, 1.2], [1e30, math.inf], [2.2, 1.4, 1.3]], 5.0) == pytest.approx(7.5)
-    assert y_limit([[2.0, 1.5, 1e30, 1.2, 1.1]], 5.0) == pytest.approx(7.5), "one epoch of one run"
-    assert y_limit([[0.5, 0.1, 0.05]], 5.0) == 0.5, "a first epoch that is ten times the last"
-    assert y_limit([[math.inf]], 5.0) == y_limit([], 5.0) == y_limit([[-1.0]], 5.0) == math.inf
     diverged = rows_of(2, start={"machine": "x"})
     for row in diverged:
         if row["type"] == "epoch" and row["epoch"] > 0:
@@ -530,14 +517,11 @@ def test_a_run_that_diverged_does_not_flatten_the_others(tmp_path: Path) -> None
         figures.draw_learning(runs, tmp_path / "x.png")
     panels = drawn[0].axes
     losses, rates = (panels[n].get_ylim()[1] for n in (0, 4))
-    assert losses < 5.0 and rates < 1.0
-    arrows = [list(line.get_xdata()) for line in panels[0].lines if line.get_gid() == figures.ARROW]
-    assert arrows == [[1.0, 2.0, 3.0, 4.0]] and panels[0].get_xlim()[1] > 4.0
-    assert figures.ARROW in drawn[0].get_suptitle()
+    assert 4.0 < losses < 8.0 and rates < 200.0 and panels[0].get_xlim()[1] > 4.0
 
 
 def test_the_network_before_training_is_drawn_and_flattens_nothing(tmp_path: Path) -> None:
-    """A random one is left by a line that comes from outside the axes; one that is fine-tuned is inside."""
+    """The line from a random one comes from outside the axes; one that is fine-tuned is inside."""
     drawn: list[Any] = []
     for name, losses in (("random", (6.0, 2.0, 1.5, 1.25)), ("fine-tuned", (1.125, 2.0, 1.5, 1.25))):
         rows = [epoch_row(epoch, split, loss=loss) for epoch, loss in enumerate(losses) for split in ("train", "cv")]
@@ -550,7 +534,7 @@ def test_the_network_before_training_is_drawn_and_flattens_nothing(tmp_path: Pat
             assert any(line.get_xdata()[0] == 0.0 and line.get_ydata()[0] == first for line in panel.lines)
             assert panel.get_xlim()[0] < 0.0
     (low, high), (low_tuned, _) = (figure.axes[0].get_ylim() for figure in drawn)
-    assert high < 2.5 and low < 1.25 and low_tuned < 1.125
+    assert high < 4.0 and low < 1.25 and low_tuned < 1.125
     assert "epoch 0: before training" in drawn[0].get_suptitle()
 
 
