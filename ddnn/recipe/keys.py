@@ -1,22 +1,20 @@
 """The keys of a recipe, by their dotted names, as read from the schema: what each expects, its default, its meaning;
-and `model.layers`, which they are read by.
-`python -m ddnn.recipe.keys > docs/recipe.md` writes their reference."""
+what the writer of an unknown one may have meant. `python -m ddnn.recipe.keys > docs/recipe.md` writes their reference."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from ddnn.recipe.layers import LAYERS, LayerConfig, TrainedLayerConfig
+from ddnn.recipe.layers import LAYERS, TrainedLayerConfig
 from ddnn.recipe.schema import VARIANTS, Recipe
-from ddnn.recipe.source import SourceTree, SourceValue, format_key, format_value, shipped_fragments
+from ddnn.recipe.source import format_value, shipped_fragments
 from ddnn.util.text import environment
 
 REQUIRED = object()  # default of a key that has none
@@ -114,14 +112,13 @@ def suggest_key(unknown: str) -> str:
     return f"did you mean {' or '.join(meant)}?" if meant else f"the keys here are {', '.join(keys_of(section))}"
 
 
-def suggest_mapping(name: str, given: SourceValue) -> str:
+def suggest_mapping(name: str, value: Any, source: str) -> str:
     """How a mapping is written of which only the key that chooses is given, as in optimizer=ng-sgd; else nothing."""
     choosers = {section: chooser for section, (chooser, _) in VARIANTS.items()} | {"init": "model"}
-    if name not in choosers or not isinstance(given.value, str):
+    if name not in choosers or not isinstance(value, str):
         return ""
-    as_setting = f"{name}.{choosers[name]}={given.value}"
-    as_line = f"{name}: {{{choosers[name]}: {given.value}}}"
-    return f"; write {as_setting if given.source.startswith('--set') else as_line}"
+    as_setting, as_line = f"{name}.{choosers[name]}={value}", f"{name}: {{{choosers[name]}: {value}}}"
+    return f"; write {as_setting if source.startswith('--set') else as_line}"
 
 
 def recipe_reference() -> str:
@@ -193,8 +190,8 @@ def _expects(kind: dict[str, Any]) -> str:
         return "a path" if kind.get("format") == "path" else "text"
     if kind["type"] == "object":
         return "a mapping"
-    if kind["type"] == "array" and "$ref" in kind["items"]:
-        return "a list of layers"
+    if kind["type"] == "array" and "oneOf" in kind["items"]:
+        return "a list of layers, such as [{affine: 512, repeat: 3}]"
     if kind["type"] == "array":
         return f"a list, each {_expects(kind['items'])}"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -205,89 +202,6 @@ def _expects(kind: dict[str, Any]) -> str:
 
 def _number(limit: float) -> str:
     return "2^63" if limit == 2**63 else "a million" if limit == 1e6 else f"{limit:g}"
-
-
-SHARED_KEYS = ("repeat", "activation", "dropout", "learn_rate_coef", "max_norm")
-"""Keys of a layer that may also stand beside its kind: `{affine: 512, repeat: 3}`."""
-KINDS_THAT_ARE_ALSO_KEYS = ("activation", "dropout")  # beside another kind they are its keys
-MAX_LAYERS = 1000  # repeated ones as often as they are
-
-
-def read_layers(given: SourceValue, tree: SourceTree) -> list[LayerConfig] | None:
-    """The layers that `model.layers` says; None where anything is wrong, which is added to `tree`."""
-    name, before = "model.layers", len(tree.problems)
-    if not isinstance(given.value, list):
-        expected = "a list of layers, such as [{affine: 512, repeat: 3}]"
-        tree.add_problem(f"{name}: {format_value(given.value)} found, expected {expected}", given.source)
-        return None
-    read = [_read_layer(item, f"{name}[{n}]", given.source, tree) for n, item in enumerate(given.value)]
-    layers = [layer for layer in read if layer is not None]
-    if sum(layer.repeat for layer in layers) > MAX_LAYERS:
-        tree.add_problem(f"{name}: more than {MAX_LAYERS} layers", given.source)
-    return layers if len(tree.problems) == before else None
-
-
-def _read_layer(item: Any, name: str, source: str, tree: SourceTree) -> LayerConfig | None:
-    """One layer, `name` in messages; None where anything is wrong with it."""
-    source, before = tree.places.get(name, source), len(tree.problems)
-    if isinstance(item, str) and item in LAYERS:
-        item = {item: None}  # - scale-and-shift
-    try:
-        kind = _kind_of_layer(item)
-    except ValueError as error:
-        tree.add_problem(f"{name}: {error}", source)
-        return None
-    section, known, inside = LAYERS[kind], layer_keys()[kind], item[kind]
-
-    def refuse(text: str, key: str = "") -> None:
-        places = (f"{name}.{kind}.{key}", f"{name}.{key}", f"{name}.{kind}")
-        tree.add_problem(text, next((tree.places[place] for place in places if place in tree.places), source))
-
-    if section.primary_key and (kind == "stored" or not isinstance(inside, dict | None)):
-        inside = {section.primary_key: inside}
-    if not isinstance(inside, dict | None):
-        refuse(f"{name}.{kind}: {format_value(inside)} found, expected a mapping of {', '.join(known)}")
-        return None
-    inside, beside = inside or {}, {key: value for key, value in item.items() if key != kind}
-    siblings = [key for key in known if key in SHARED_KEYS]
-    for keys_here, where, allowed in ((inside, f"{name}.{kind}", list(known)), (beside, name, siblings)):
-        for key in [key for key in keys_here if key not in allowed]:
-            meant = _nearest([key], allowed) or f"; the keys here are {', '.join(allowed)}"
-            if (near := difflib.get_close_matches(key, known, n=1)) and near[0] not in allowed:
-                meant = f"; did you mean {kind}: {{{near[0]}: ...}}?"
-            refuse(f"{format_key(f'{where}.{key}')}: unknown key{meant}", key)
-    for key in filter(inside.__contains__, beside):
-        refuse(f"{name}.{key}: given twice, also as {name}.{kind}.{key}", key)
-    given = {key: value for key, value in {**inside, **beside}.items() if key in known and value is not None}
-    try:
-        layer = section.model_validate(given, strict=True).at(source)
-    except ValidationError as error:
-        for key in dict.fromkeys(str(detail["loc"][0]) for detail in error.errors(include_url=False)):
-            shown = f"{name}.{kind}" if key == section.primary_key and key in given else f"{name}.{kind}.{key}"
-            refuse(known[key].as_wrong(shown, given[key]) if key in given else known[key].as_missing(shown), key)
-        return None
-    return layer if len(tree.problems) == before else None
-
-
-def _kind_of_layer(item: Any) -> str:
-    """ValueError: it is not one layer."""
-    if not isinstance(item, dict):
-        raise ValueError(f"{format_value(item)} found, expected a mapping such as affine: 512")
-    named = [kind for kind in LAYERS if kind in item]
-    kinds = [kind for kind in named if kind not in KINDS_THAT_ARE_ALSO_KEYS] or named[:1]
-    if len(kinds) == 1:
-        return kinds[0]
-    meant = "" if kinds else _nearest([key for key in item if key not in SHARED_KEYS], LAYERS)
-    found = " and ".join(kinds) or "no kind of layer"
-    raise ValueError(f"{found} found, expected one of {', '.join(LAYERS)}{meant}")
-
-
-def _nearest(words: Iterable[str], known: Iterable[str]) -> str:
-    """The known word that one of these may mean, as the end of a sentence; else nothing."""
-    known, words = list(known), list(words)
-    tried = [*(word.replace("_", "-") for word in words), *words]
-    near = (difflib.get_close_matches(word, known, n=1) for word in tried)
-    return next((f"; did you mean {match[0]}?" for match in near if match), "")
 
 
 if __name__ == "__main__":

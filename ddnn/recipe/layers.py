@@ -3,17 +3,20 @@ themselves say (`ddnn.training.network_layers`): nothing here imports torch."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 import yaml
-from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 from pydantic_core import to_jsonable_python
 
 from ddnn.recipe.section import MAPPING, VALUE, VALUE_OR_MAPPING, Fraction, NotNegative, Section, Size
+from ddnn.recipe.source import format_value
 
 MAX_REPEATS = 100
+MAX_LAYERS = 1000  # repeated ones as often as they are
 
 
 class LayerConfig(Section):
@@ -40,11 +43,27 @@ class LayerConfig(Section):
     def place(self) -> str:
         return self._place
 
-    def at(self, place: str) -> LayerConfig:
-        """The same, from this file and line."""
-        copy = self.model_copy()
-        copy._place = place
-        return copy
+    def set_place(self, place: str) -> None:
+        self._place = place
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join_keys(cls, item: Any) -> Any:
+        """The keys of an item of a recipe's list, some of which may be beside the kind: `{affine: 512, repeat: 3}`. Those that
+        are null are not given."""
+        if isinstance(item, str) and item == cls.name:  # - scale-and-shift
+            return {}
+        if not isinstance(item, dict) or cls.name not in item:
+            return item
+        value, beside = item[cls.name], {key: value for key, value in item.items() if key != cls.name}
+        if cls.primary_key and (cls is StoredLayerConfig or not isinstance(value, dict | None)):
+            value = {cls.primary_key: value}
+        if not isinstance(value, dict | None):
+            return value
+        keys = value or {}
+        for key in filter(keys.__contains__, beside):
+            raise ValueError(f"{key} given twice, in the mapping of {cls.name} and beside it")
+        return {key: value for key, value in {**keys, **beside}.items() if value is not None}
 
     def __eq__(self, other: object) -> bool:
         """Wherever they come from."""
@@ -246,6 +265,45 @@ KINDS = (
 )
 LAYERS: dict[str, type[LayerConfig]] = {kind.name: kind for kind in KINDS}
 """The kinds of `model.layers`."""
+
+
+def kind_of(item: Any) -> str | None:
+    """The kind of an item of `model.layers`; None where it names none, or several."""
+    if isinstance(item, LayerConfig):
+        return item.name
+    if isinstance(item, str):
+        return item if item in LAYERS else None
+    kinds = kinds_in(item)
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def kinds_in(item: Any) -> list[str]:
+    """The kinds that an item names: `activation` and `dropout` are keys beside another kind."""
+    kinds = [kind for kind in LAYERS if isinstance(item, dict) and kind in item]
+    return [kind for kind in kinds if kind not in ("activation", "dropout")] or kinds[:1]
+
+
+def why_no_layer(item: Any) -> str:
+    """Why an item of `model.layers` has no kind."""
+    if not isinstance(item, dict):
+        return f"{format_value(item)} found, expected a mapping such as affine: 512"
+    words = [key.replace("_", "-") for key in item if key not in TrainedLayerConfig.model_fields]
+    near = [match for word in words for match in difflib.get_close_matches(word, LAYERS, n=1)]
+    meant = f"; did you mean {near[0]}?" if near and not kinds_in(item) else ""
+    return f"{' and '.join(kinds_in(item)) or 'no kind of layer'} found, expected one of {', '.join(LAYERS)}{meant}"
+
+
+if TYPE_CHECKING:
+    AnyLayer = LayerConfig
+else:
+    _TAGGED = tuple(Annotated[section, Tag(name)] for name, section in LAYERS.items())
+    AnyLayer = Annotated[Union[_TAGGED], Discriminator(kind_of)]  # noqa: UP007 (of a tuple)
+
+
+def check_number(layers: list[LayerConfig]) -> list[LayerConfig]:
+    if sum(layer.repeat for layer in layers) > MAX_LAYERS:
+        raise ValueError(f"more than {MAX_LAYERS} layers")
+    return layers
 
 
 def as_time_and_bands(size: int | TimeAndBands) -> TimeAndBands:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +14,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ddnn.recipe import source
-from ddnn.recipe.keys import REQUIRED, keys, keys_of, read_layers, sections, suggest_key, suggest_mapping
-from ddnn.recipe.layers import LayerConfig, expand_repeats, layer_name
+from ddnn.recipe.keys import REQUIRED, keys, keys_of, layer_keys, sections, suggest_key, suggest_mapping
+from ddnn.recipe.layers import LAYERS, LayerConfig, expand_repeats, layer_name, why_no_layer
 from ddnn.recipe.schema import (
     VARIANTS,
     CrossValidationConfig,
@@ -25,7 +27,7 @@ from ddnn.recipe.schema import (
     TrainedModelConfig,
 )
 from ddnn.recipe.section import MAPPING, VALUE, OptionalPaths, Section, as_list, get_value, is_given
-from ddnn.recipe.source import SourceTree, SourceValue
+from ddnn.recipe.source import Problem, SourceTree
 from ddnn.util.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -54,36 +56,56 @@ def load_recipe(
     Else it may be a stranger's, as what it includes may, and cannot allow shell commands: only `overrides` can.
     RecipeError: all problems of all sources, one a line."""
     tree = SourceTree()
-    itself = _read_with_includes(path, tree, [])
-    files = dict(tree.values)
-    words = [itself.values.get(PIPES)] if user_supplied else []  # what the user says of shell commands
+    own = _read_with_includes(path, tree, [])
+    in_files, trusted = dict(tree.values), {own.sources.get(PIPES)} if user_supplied else set()
     for setting in overrides:
-        given = source.parse_setting(setting)
-        for name in [name for name in given.values if name.partition(".")[0] == "include"]:
-            given.add_problem("include: cannot be set; write it in the recipe", given.values.pop(name).source)
-        _override(tree, given)
-        words.append(given.values.get(PIPES))
-    pipes = tree.values.get(PIPES)
-    if pipes is not None and pipes.value is True and not any(pipes is word for word in words):
+        parsed = source.parse_setting(setting)
+        for name in [name for name in parsed.values if name.partition(".")[0] == "include"]:
+            parsed.add_problem("include: cannot be set; write it in the recipe", parsed.sources[name])
+            del parsed.values[name]
+        _override(tree, parsed)
+        trusted.add(parsed.sources.get(PIPES))
+    if tree.values.get(PIPES) is True and tree.sources[PIPES] not in trusted:
         where = "on the command line, or in a recipe that it names: not in included files, run dirs and corpora"
         hint = f"give --allow-pipes if the commands are yours, or --set {PIPES}=false"
-        tree.add_problem(f"{PIPES}: true counts only {where}; {hint}", pipes.source)
-    recipe = _build_read(path, tree, files, {*keys()} - {*OUTPUT_PATHS, *optional_paths} if must_exist else (), note)
-    if recipe is None or tree.problems:
-        problems = [problem.text if problem.source == str(path) else problem for problem in tree.problems]
+        tree.add_problem(f"{PIPES}: true counts only {where}; {hint}", tree.sources[PIPES])
+    existing = {*keys()} - {*OUTPUT_PATHS, *optional_paths} if must_exist else set()
+    recipe, problems = _build(path, tree, existing)
+    while dropped := _unread_since_set(path, tree, in_files, existing, problems):
+        sources = ", ".join(f"{key} [{tree.sources[key]}]" for key in in_files if key in dropped)
+        note("--set chooses otherwise, so these keys of the recipe are not used: %s", sources)
+        tree.values = {key: value for key, value in tree.values.items() if key not in dropped}
+        recipe, problems = _build(path, tree, existing)
+    if recipe is None or problems:
         similar = None if source.exists(path) else source.similar_file(path)
-        message = source.format_problems(problems, "problems in the recipe", source.MAX_PROBLEMS)
+        lines = [problem.text if problem.source == str(path) else problem for problem in problems]
+        message = source.format_problems(lines, "problems in the recipe", source.MAX_PROBLEMS)
         raise RecipeError(message, location=path, hint=similar)
     return recipe
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML, in schema order, defaults written out, paths absolute; `load_recipe` makes it equal again.
-    Omitted are keys that were not given and have no default, and those that the chosen optimizer and schedule never
-    read."""
+def _unread_since_set(
+    path: Path, tree: SourceTree, in_files: Mapping[str, Any], must_exist: Collection[str], problems: Sequence[Problem]
+) -> set[str]:
+    """The keys of the files that nothing reads only because of a `--set`."""
+    unread = {key for problem in problems for key in problem.unread_keys if key in in_files}
+    unread = {key for key in unread if not tree.sources[key].startswith("--set")}
+    if unread:
+        _, without_set = _build(path, replace(tree, values=dict(in_files), problems=[]), must_exist)
+        unread -= {key for problem in without_set for key in problem.unread_keys}
+    return unread
+
+
+def recipe_values(recipe: Recipe) -> dict[str, Any]:
+    """The values that a recipe gives or has by default, by dotted key in schema order, as YAML has them. Omitted are keys
+    that were not given and have no default, and those that the chosen optimizer and schedule never read."""
     values = {name: get_value(recipe, name) for name in keys() if is_read(recipe, name)}
-    plain = {name: _plain(value) for name, value in values.items() if not isinstance(value, Section | None)}
-    return yaml.safe_dump(source.nested(plain), sort_keys=False, allow_unicode=True, width=10_000)
+    return {name: _plain(value) for name, value in values.items() if not isinstance(value, Section | None)}
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The `recipe_values` as YAML, paths absolute; `load_recipe` makes the recipe equal again."""
+    return yaml.safe_dump(source.nested(recipe_values(recipe)), sort_keys=False, allow_unicode=True, width=10_000)
 
 
 def _plain(value: Any) -> Any:
@@ -99,173 +121,166 @@ def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: 
     """Adds a recipe or fragment to `tree`, after what it includes; returns what is its own. `files` are all that have
     been read, `chain` those, resolved, that led here."""
     files.append(path)
-    found = source.read_yaml(path)
-    tree.problems += found.problems
-    found.problems = []
-    include = found.values.pop("include", SourceValue(None, ""))
-    for name in [name for name in found.values if name.startswith("include.")]:
-        include = SourceValue({}, found.values.pop(name).source)
-    names = _included(include, tree)
+    own = source.read_yaml(path)
+    _override(tree, SourceTree(problems=own.problems, incomplete=own.incomplete))
+    own.problems = []
+    include = source.nested({name: value for name, value in own.values.items() if name.partition(".")[0] == "include"})
+    own.values = {name: value for name, value in own.values.items() if name.partition(".")[0] != "include"}
+    place, names = own.sources.get("include", ""), include.get("include")
+    names = [] if names is None else names if isinstance(names, list) else [names]
+    if not all(isinstance(name, str) and name and "\0" not in name for name in names):
+        text = f"include: {source.format_value(include['include'])} found, expected a file name or a list of them"
+        tree.add_problem(text, place, incomplete=True)
+        names = []
     chain = (*chain, path.resolve()) if names else chain
-    for wanted in names:
+    for name in names:
         if len(files) >= MAX_FILES:
-            tree.add_problem(f"include: more than {MAX_FILES} files in all", include.source, unread=True)
+            tree.add_problem(f"include: more than {MAX_FILES} files in all", place, incomplete=True)
             break
-        tried = [path.parent / wanted, source.configs_folder() / wanted]
-        fragment = next(filter(source.exists, tried), None)
+        candidates = [path.parent / name, source.configs_folder() / name]
+        fragment = next(filter(source.exists, candidates), None)
         if fragment is None:
             known = ", ".join(source.shipped_fragments()) or "none"
-            text = f"include: {wanted} is neither {tried[0]} nor {tried[1]}; ddnn comes with {known}"
-            tree.add_problem(text, include.source, unread=True)
+            text = f"include: {name} is neither {candidates[0]} nor {candidates[1]}; ddnn comes with {known}"
+            tree.add_problem(text, place, incomplete=True)
         elif fragment.resolve() in chain:
-            text = f"include: {wanted} includes itself, by way of {' -> '.join(p.name for p in chain)}"
-            tree.add_problem(text, include.source, unread=True)
+            text = f"include: {name} includes itself, by way of {' -> '.join(p.name for p in chain)}"
+            tree.add_problem(text, place, incomplete=True)
         else:
             _read_with_includes(fragment, tree, files, chain)
-    _override(tree, found)
-    return found
+    _override(tree, own)
+    return own
 
 
 def _override(tree: SourceTree, later: SourceTree) -> None:
     """Adds values that win over those of `tree`, and problems. Of a key that takes a value or a mapping, either replaces the
     other; a null resets it."""
     tree.problems += later.problems
+    tree.incomplete |= later.incomplete
     replaced = tuple(f"{name}[" for name in later.values)
-    kept = {name: place for name, place in tree.places.items() if not name.startswith(replaced)}
-    tree.places = kept | later.places
-    for name, given in later.values.items():
+    kept = {name: place for name, place in tree.sources.items() if not name.startswith(replaced)}
+    tree.sources = kept | later.sources
+    for name, value in later.values.items():
         section = name.rpartition(".")[0]
         if name in keys() and name in sections():
             for other in [other for other in tree.values if other.startswith(f"{name}.")]:
                 del tree.values[other]
-        elif section in keys() and section in sections() and given.value is not None:
+        elif section in keys() and section in sections() and value is not None:
             tree.values.pop(section, None)
-        tree.values[name] = given
+        tree.values[name] = value
 
 
-def _included(include: SourceValue, tree: SourceTree) -> list[str]:
-    wanted = include.value if isinstance(include.value, list) else [include.value]
-    if include.value is None:
-        return []
-    if all(isinstance(name, str) and name and "\0" not in name for name in wanted):
-        return wanted
-    text = f"include: {source.format_value(include.value)} found, expected a file name or a list of them"
-    tree.add_problem(text, include.source, unread=True)
-    return []
-
-
-def _build_read(
-    path: Path,
-    tree: SourceTree,
-    files: Mapping[str, SourceValue],
-    must_exist: Collection[str],
-    note: Callable[..., None],
-) -> Recipe | None:
-    """As `_build`, without those keys of `files` that nothing reads only because of a `--set`."""
-    before = len(tree.problems)
-    recipe = _build(path, tree, must_exist)
-    unread = {key for key in tree.unread_keys if key in files and tree.values.get(key) is files[key]}
-    if unread:
-        alone = SourceTree(dict(files), tree.places)
-        _build(path, alone, must_exist)
-        unread -= alone.unread_keys
-    if not unread:
-        return recipe
-    dropped = ", ".join(f"{key} [{tree.values.pop(key).source}]" for key in files if key in unread)
-    note("--set chooses otherwise, so these keys of the recipe are not used: %s", dropped)
-    del tree.problems[before:]
-    return _build_read(path, tree, files, must_exist, note)
-
-
-def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe | None:
-    """The recipe; `must_exist`: keys whose paths must. Problems are added to `tree`; wrong values are not used, so that
-    the rest is still checked. A null is as if it had not been given."""
-    sound = {name: given for name, given in tree.values.items() if given.value is not None and name not in REMOVED}
-    for name in [name for name in sound if name in keys() and keys()[name].is_path]:
-        sound[name] = _absolute(name, sound[name], path.parent, name in must_exist, tree)
-    wrong = set[str]()
-    if LAYERS_KEY in sound:
-        given = sound.pop(LAYERS_KEY)
-        if (layers := read_layers(given, tree)) is None:
-            wrong.add(LAYERS_KEY)
-        else:
-            sound[LAYERS_KEY] = SourceValue(layers, given.source)
-    recipe, first = None, True
+def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> tuple[Recipe | None, list[Problem]]:
+    """The recipe, if there is one, and all that is wrong. `must_exist`: keys whose paths must. Wrong values are not used, so
+    that the rest is still checked. A null is as if it had not been given."""
+    problems, wrong = list(tree.problems), set[str]()
+    values = {name: value for name, value in tree.values.items() if value is not None and name not in REMOVED}
+    for name in [name for name in values if name in keys() and keys()[name].is_path]:
+        values[name], missing = _absolute(values[name], path.parent, name in must_exist)
+        problems += [Problem(f"{name}: {text}", tree.sources[name]) for text in missing]
+    recipe = None
     while recipe is None:
-        plain = {name: given.value for name, given in sound.items()}
         try:
-            recipe = Recipe.model_validate(source.nested({"data": {}} | plain), strict=True)
+            recipe = Recipe.model_validate(source.nested({"data": {}} | values), strict=True)
         except ValidationError as error:
             details = [detail for detail in error.errors() if detail["type"] != "default_factory_not_called"]
-            found = {name: detail for detail in details if (name := _key_of(detail)) not in wrong}
-            if first:  # what a second look finds follows from the values that were removed after the first
-                for name in sorted(found, key=lambda name: name in keys()):
-                    _refuse(name, found[name], path, tree)
-            first = False
-            wrong |= {*found}
-            for name in found:
-                section = name.rpartition(".")[0]
-                removed = section if section in keys() else name  # of the mapping that a key takes none is used
-                sound = {n: given for n, given in sound.items() if not f"{n}.".startswith(f"{removed}.")}
-                if removed == name and name in keys() and keys()[name].default is REQUIRED:
-                    sound[name] = SourceValue(Path("/"), "")
-    if tree.unread:
-        return None
+            found = {_locate(detail): detail for detail in details}
+            if not wrong:  # what a second look finds follows from the values that were removed after the first
+                for key, name in sorted(found, key=lambda names: names[0] in keys()):
+                    problems += _describe(key, name, found[key, name], path, tree)
+            for key, _ in found:
+                wrong.add(key)
+                section = key.rpartition(".")[0]
+                removed = section if section in keys() else key  # of the mapping that a key takes none is used
+                values = {n: value for n, value in values.items() if not f"{n}.".startswith(f"{removed}.")}
+                if removed == key and key in keys() and keys()[key].default is REQUIRED:
+                    values[key] = Path("/")
+    if tree.incomplete:
+        return None, problems
+    for number, layer in enumerate(recipe.model.layers or ()):
+        layer.set_place(tree.source_of(f"{LAYERS_KEY}[{number}]") or "")
     for name, complaint, unread in contradictions(recipe):
         # How many data dirs there are is not known where they are wrong, nor which keys go with layers that are wrong.
         follows = name.startswith("model.") and LAYERS_KEY in wrong
         follows = follows or (name in ("data.alignments", "data.transforms") and "data.train" in wrong)
         if name not in wrong and not follows:
-            source_of = sound[name].source if name in sound else str(path)
-            tree.add_problem(f"{name}: {complaint}", source_of, unread_keys=unread)
-    return recipe
+            problems.append(Problem(f"{name}: {complaint}", tree.source_of(name) or str(path), unread))
+    return recipe, problems
 
 
-def _absolute(name: str, given: SourceValue, folder: Path, must_exist: bool, tree: SourceTree) -> SourceValue:
-    """The path or paths that a key means; one that is wrong is added to `tree`, and is / from then on."""
-    paths = list[Any](given.value) if isinstance(given.value, list) else [given.value]
+def _absolute(value: Any, folder: Path, must_exist: bool) -> tuple[Any, list[str]]:
+    """The path or paths that a key means, and what is wrong with them; one that is wrong is /."""
+    paths, problems = list[Any](value) if isinstance(value, list) else [value], list[str]()
     for n, text in enumerate(paths):
         if isinstance(text, str):
             paths[n] = source.find_path(text, folder, must_exist)
         if isinstance(paths[n], str):
-            tree.add_problem(f"{name}: {paths[n]}", given.source)
+            problems.append(paths[n])
             paths[n] = Path("/")
-    return SourceValue(paths if isinstance(given.value, list) else paths[0], given.source)
+    return paths if isinstance(value, list) else paths[0], problems
 
 
-def _key_of(detail: ErrorDetails) -> str:
-    """The dotted key that an error is about: without the index in a list and the names of a variant or
-    of a type."""
-    section, *below = [part for part in detail["loc"] if isinstance(part, str) and part not in (VALUE.tag, MAPPING.tag)]
+def _locate(detail: ErrorDetails) -> tuple[str, str]:
+    """The dotted key that an error is about, without the index in a list and the names of a variant or of a type; and how
+    messages name it, which of a layer is "model.layers[0].affine.units"."""
+    section, *below = [part for part in detail["loc"] if part not in (VALUE.tag, MAPPING.tag)]
+    if [section, *below[:1]] == LAYERS_KEY.split(".") and len(below) > 1:
+        return LAYERS_KEY, ".".join((f"{LAYERS_KEY}[{below[1]}]", *map(str, below[2:4])))
+    below = [part for part in below if isinstance(part, str)]
     if section in VARIANTS:
         below = [VARIANTS[section][0]] if detail["type"].startswith("union_tag") else below[1:]
-    name = ".".join((section, *below))
-    if name in keys() or name in sections() or detail["type"] == "extra_forbidden":
-        return name
-    # What follows the key names one of the types that it may have.
-    return next((key for key in keys() if name.startswith(f"{key}.")), name)
+    name = ".".join(map(str, (section, *below)))
+    if name not in keys() and name not in sections() and detail["type"] != "extra_forbidden":
+        # What follows the key names one of the types that it may have.
+        name = next((key for key in keys() if name.startswith(f"{key}.")), name)
+    return name, name
 
 
-def _refuse(name: str, detail: ErrorDetails, path: Path, tree: SourceTree) -> None:
-    """Adds the problem that pydantic found with a key."""
-    key, section = keys().get(name), name.rpartition(".")[0]
-    place, value = tree.source_of(name) or str(path), tree.values.get(name, SourceValue(detail["input"], "")).value
-    if detail["type"] == "missing" and key is not None:
-        if not tree.unread:
-            tree.add_problem(key.as_missing(name), place if section in keys() else str(path))
-    elif detail["type"] == "extra_forbidden" and key is not None:
+def _describe(key: str, name: str, detail: ErrorDetails, path: Path, tree: SourceTree) -> Iterator[Problem]:
+    """The problem that pydantic found with a key, `name` in messages."""
+    if key != name:
+        yield _describe_layer(name, detail, tree)
+        return
+    info, section = keys().get(name), name.rpartition(".")[0]
+    place, value = tree.source_of(name) or str(path), tree.values.get(name, detail["input"])
+    if detail["type"] == "missing" and info is not None:
+        if not tree.incomplete:
+            yield Problem(info.as_missing(name), place if section in keys() else str(path))
+    elif detail["type"] == "extra_forbidden" and info is not None:
         chooser, default = VARIANTS[section]
-        chosen = tree.values.get(f"{section}.{chooser}", SourceValue(default, "")).value
-        text = f"{name}: never read by {chosen}, only by {' or '.join(key.variants)}"
-        text += f"; remove it, set it to null, or change {section}.{chooser}"
-        tree.add_problem(text, place, unread_keys=(name,))
+        chosen = tree.values.get(f"{section}.{chooser}", default)
+        text = f"{name}: never read by {chosen}, only by {' or '.join(info.variants)}"
+        yield Problem(f"{text}; remove it, set it to null, or change {section}.{chooser}", place, (name,))
     elif detail["type"] == "extra_forbidden":
-        meant = f"; {suggest_key(name)}" if len(tree.problems) < source.MAX_PROBLEMS else ""
-        tree.add_problem(f"{source.format_key(name)}: unknown key{meant}", place)
+        yield Problem(f"{source.format_key(name)}: unknown key; {suggest_key(name)}", place)
+    elif detail["type"] == "value_error":
+        yield Problem(f"{name}: {detail['ctx']['error']}", place)
     else:
         mapping = f"{name}: {source.format_value(value)} found, expected a mapping of {', '.join(keys_of(name))}"
-        text = mapping if key is None else key.as_wrong(name, value)
-        tree.add_problem(text + suggest_mapping(name, SourceValue(value, place)), place)
+        text = mapping if info is None else info.as_wrong(name, value)
+        yield Problem(text + suggest_mapping(name, value, place), place)
+
+
+def _describe_layer(name: str, detail: ErrorDetails, tree: SourceTree) -> Problem:
+    """The problem with an item of `model.layers`, or with a key of it."""
+    _, item, kind, key, *_ = (*name.split("."), "", "")
+    place = tree.sources.get(f"model.{item}.{key}") or tree.source_of(name) or ""
+    value, known = detail["input"], layer_keys().get(kind, {})
+    if not kind:
+        text = f"{name}: {why_no_layer(value)}"
+    elif not key:
+        found = f"{source.format_value(value)} found, expected a mapping of {', '.join(known)}"
+        text = f"{name}: {detail['ctx']['error'] if detail['type'] == 'value_error' else found}"
+    elif detail["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, known, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
+        text = f"{source.format_key(name)}: unknown key; {meant}"
+    elif detail["type"] == "missing":
+        text = known[key].as_missing(name)
+    else:
+        whole = value if detail["loc"][-1] in (key, VALUE.tag) else {}
+        text = known[key].as_wrong(name.removesuffix(f".{LAYERS[kind].primary_key}"), whole)
+    return Problem(text, place)
 
 
 class Complaint(NamedTuple):

@@ -6,9 +6,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from ddnn.recipe.layers import LayerConfig
+from ddnn.recipe.layers import AnyLayer, check_number
 from ddnn.recipe.section import (
     MAPPING,
     VALUE,
@@ -109,7 +109,7 @@ class ModelConfig(Section):
     """Units in each hidden layer."""
     activation: Literal["sigmoid", "tanh", "relu"] = "sigmoid"
     """Activation of the hidden layers."""
-    layers: Annotated[list[LayerConfig], Field(max_length=1000)] | None = None
+    layers: Annotated[list[AnyLayer], AfterValidator(check_number)] | None = None
     """Instead of the three keys above, the layers below the output layer, first to last, each a mapping of its kind to its
     keys: [Layers](#layers)."""
     bands: Size | None = None

@@ -8,10 +8,11 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -28,22 +29,11 @@ MAX_PROBLEMS = 50  # where as many keys are unknown it is something else
 Model = TypeVar("Model", bound=BaseModel)
 
 
-@dataclass(frozen=True)
-class SourceValue:
-    """A value and where it comes from: "swbd.yaml, line 3" or "--set seed=3"."""
-
-    value: Any
-    source: str
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something wrong with a file, in one line. `unread`: a source was not read, so that keys may seem missing.
-    `unread_keys`: it is only that nothing reads these keys."""
+class Problem(NamedTuple):
+    """Something wrong with a file, in one line. `unread_keys`: it is only that nothing reads these keys."""
 
     text: str
     source: str
-    unread: bool = False
     unread_keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -52,34 +42,31 @@ class Problem:
 
 @dataclass
 class SourceTree:
-    """Values by dotted key, of one file or merged from several, the later ones winning, and what was wrong with
-    them. `places`: where each thing inside a list comes from, by names such as "model.layers[0].affine"."""
+    """Values by dotted key, of one file or merged from several, the later ones winning, and what is wrong with them.
 
-    values: dict[str, SourceValue] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
+    Attributes:
+        sources: where each key, section and item of a list comes from ("swbd.yaml, line 3", "--set seed=3"), by names such
+            as "model.layers[0].affine".
+        incomplete: a file could not be read, so that keys may seem missing.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    incomplete: bool = False
 
-    def add_problem(self, text: str, source: str, *, unread: bool = False, unread_keys: tuple[str, ...] = ()) -> None:
-        self.problems.append(Problem(text, source, unread, unread_keys))
+    def add_problem(self, text: str, source: str, *, incomplete: bool = False) -> None:
+        self.problems.append(Problem(text, source))
+        self.incomplete |= incomplete
 
     def nested(self) -> dict[str, Any]:
-        return nested({name: given.value for name, given in self.values.items()})
+        return nested(self.values)
 
     def source_of(self, name: str) -> str | None:
-        """Where a key comes from: its own value, the first below it, or the one around it."""
-        if name in self.values:
-            return self.values[name].source
-        below = (given.source for other, given in self.values.items() if other.startswith(f"{name}."))
-        around = name.rpartition(".")[0]
-        return next(below, self.source_of(around) if around else None)
-
-    @property
-    def unread(self) -> bool:
-        return any(problem.unread for problem in self.problems)
-
-    @property
-    def unread_keys(self) -> set[str]:
-        return {key for problem in self.problems for key in problem.unread_keys}
+        """Where a key comes from, or what is around it."""
+        while name and name not in self.sources:
+            name = re.sub(r"(^|\.)[^.\[]*$|\[\d+\]$", "", name)
+        return self.sources.get(name)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,6 +80,14 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             place = place[part]
         place[last] = value
     return tree
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of mappings within mappings, by dotted key."""
+    values = dict[str, Any]()
+    for key, value in tree.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return values
 
 
 def configs_folder() -> Path:
@@ -147,23 +142,19 @@ def read_yaml(path: Path) -> SourceTree:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return _unreadable(f"cannot read the file: {reason}", str(path))
+    return parse_file(raw, str(path))
+
+
+def parse_file(raw: bytes, name: str) -> SourceTree:
+    """The values of a file's content, and all that is wrong with it as YAML; `name` is that of the file in messages."""
     if len(raw) > MAX_BYTES:
-        return _unreadable(f"more than {MAX_BYTES} bytes found, which no recipe needs; is it a recipe?", str(path))
+        return _unreadable(f"more than {MAX_BYTES} bytes found, which no recipe needs; is it a recipe?", name)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         message = f"byte 0x{raw[error.start]:02x} found, expected UTF-8 text; convert it with iconv"
-        return _unreadable(message, f"{path}, line {line}")
-    return parse_file(text, str(path))
-
-
-def parse_file(text: str, name: str) -> SourceTree:
-    """The values of a file's text, and all that is wrong with it as YAML; `name` is that of the file in messages."""
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip() and "\t" in line[: len(line) - len(line.lstrip())]:
-            location = f"{name}, line {number}, column {line.index(chr(9)) + 1}"
-            return _unreadable("a tab found in the indentation; use spaces", location)
+        return _unreadable(message, f"{name}, line {line}")
     try:
         node = yaml.compose(text, _Loader)
     except yaml.YAMLError as error:
@@ -174,7 +165,7 @@ def parse_file(text: str, name: str) -> SourceTree:
         kind = "a list" if isinstance(node, yaml.SequenceNode) else "plain text"
         return _unreadable(f"{kind} found, expected `key: value` lines", f"{name}, line 1")
     tree = SourceTree()
-    _flatten(node, "", lambda line: f"{name}, line {line}", tree)
+    tree.values = flat(_plain(node, "", tree, lambda part: f"{name}, line {part.start_mark.line + 1}"))
     return tree
 
 
@@ -190,12 +181,10 @@ def parse_setting(setting: str) -> SourceTree:
         node = yaml.compose(text, _Loader)
     except yaml.YAMLError as error:
         return _not_yaml(error, text, source)
-    name = ".".join(part.strip() for part in key.split("."))
-    if isinstance(node, yaml.MappingNode) and node.value:
-        _flatten(node, f"{name}.", lambda line: source, tree)
-    else:
-        value = None if node is None else _plain(node, name, lambda line: source, tree)
-        tree.values[name] = SourceValue(value, source)
+    parts = [part.strip() for part in key.split(".")]
+    tree.sources = dict.fromkeys(accumulate(parts, "{}.{}".format), source)
+    name = ".".join(parts)
+    tree.values = flat({name: None if node is None else _plain(node, name, tree, lambda part: source)})
     return tree
 
 
@@ -204,15 +193,15 @@ def validate(
 ) -> Model:
     """A `model` without inner ones, of what a file says; "3" is no number. UserError: of the class `error`, at
     `location`: all that is wrong, one a line."""
-    further: list[str] = []
-    if not tree.unread:
+    problems: list[object] = [*tree.problems]
+    if not tree.incomplete:
         try:
-            found = model.model_validate(tree.nested(), strict=True)
-            if not tree.problems:
-                return found
+            validated = model.model_validate(tree.nested(), strict=True)
+            if not problems:
+                return validated
         except ValidationError as failure:
-            further = _describe(failure, model, tree)
-    raise error(format_problems([*tree.problems, *further]), location=location, hint=hint)
+            problems += _describe(failure, model, tree)
+    raise error(format_problems(problems), location=location, hint=hint)
 
 
 def first_error(error: ValidationError) -> str:
@@ -313,55 +302,37 @@ for _tag, (_pattern, _) in _SCALARS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(f"^{_pattern}$"), None)
 
 
-def _plain(node: yaml.Node, name: str, source: Callable[[int], str], tree: SourceTree) -> Any:
-    """The value of a node, the dotted key of which is `name`."""
+def _plain(node: yaml.Node, name: str, tree: SourceTree, place: Callable[[yaml.Node], str]) -> Any:
+    """The value of a node, the dotted key of which is `name`. Adds to `tree` where everything in it comes from, by `place`,
+    and keys that cannot be, as problems."""
     if isinstance(node, yaml.ScalarNode):
         _, convert = _SCALARS.get(node.tag, ("", str))
         return convert(node.value)
-    tree.places.setdefault(name, source(node.start_mark.line + 1))
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(item, f"{name}[{n}]", source, tree) for n, item in enumerate(node.value)]
-    assert isinstance(node, yaml.MappingNode)
-    values = {}
-    for key, inner, value in _items(node, f"{name}.", source, tree):
-        tree.places[inner] = source(key.start_mark.line + 1)
-        values[key.value] = _plain(value, inner, source, tree)
+        items = {f"{name}[{n}]": item for n, item in enumerate(node.value)}
+        tree.sources |= {item_name: place(item) for item_name, item in items.items()}
+        return [_plain(item, item_name, tree, place) for item_name, item in items.items()]
+    values, lines = dict[str, Any](), dict[str, int]()
+    for key, value in node.value:
+        source = place(key)
+        if not isinstance(key, yaml.ScalarNode):
+            tree.add_problem("a key that is a list or a mapping found, expected a word", source)
+            continue
+        if "." in key.value:
+            braces = key.value.replace(".", ": {") + ": ..." + "}" * key.value.count(".")
+            tree.add_problem(f"{key.value!r}: names with dots are for --set; here write {braces}", source)
+            continue
+        inner = f"{name}.{key.value}" if name else key.value
+        first = lines.setdefault(key.value, key.start_mark.line + 1)
+        if key.value in values:
+            tree.add_problem(f"{inner}: given twice, first in line {first}", source)
+        tree.sources[inner] = source
+        values[key.value] = _plain(value, inner, tree, place)
     return values
 
 
-def _flatten(mapping: yaml.MappingNode, prefix: str, source: Callable[[int], str], tree: SourceTree) -> None:
-    """Adds the values of a mapping to `tree`; `prefix` is the mapping's dotted key with a dot behind it."""
-    for key, name, value in _items(mapping, prefix, source, tree):
-        if isinstance(value, yaml.MappingNode) and value.value:
-            _flatten(value, f"{name}.", source, tree)
-        else:
-            line = key.start_mark.line + 1
-            tree.values[name] = SourceValue(_plain(value, name, source, tree), source(line))
-
-
-def _items(
-    mapping: yaml.MappingNode, prefix: str, source: Callable[[int], str], tree: SourceTree
-) -> Iterator[tuple[yaml.ScalarNode, str, yaml.Node]]:
-    """Of a mapping each key, its dotted name behind `prefix`, and its value; keys that cannot be are problems."""
-    lines: dict[str, int] = {}
-    for key, value in mapping.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            tree.add_problem("a key that is a list or a mapping found, expected a word", source(line))
-            continue
-        name = prefix + key.value
-        if "." in key.value:
-            braces = key.value.replace(".", ": {") + ": ..." + "}" * key.value.count(".")
-            tree.add_problem(f"{key.value!r}: names with dots are for --set; here write {braces}", source(line))
-            continue
-        if key.value in lines:
-            tree.add_problem(f"{name}: given twice, first in line {lines[key.value]}", source(line))
-        lines.setdefault(key.value, line)
-        yield key, name, value
-
-
 def _unreadable(text: str, source: str) -> SourceTree:
-    return SourceTree(problems=[Problem(text, source, unread=True)])
+    return SourceTree(problems=[Problem(text, source)], incomplete=True)
 
 
 def _not_yaml(error: yaml.YAMLError, text: str, name: str) -> SourceTree:

@@ -166,7 +166,7 @@ def resume_command(run_dir: Path, kind: Kind = "training") -> str:
     """With --allow-pipes where the run has been allowed shell commands: its recipe alone does not allow them again."""
     path, recipe = (printable(shlex.quote(str(name)), "") for name in (run_dir, run_dir / RECIPE))
     pipes = read_yaml(run_dir / RECIPE).values.get("data.allow_pipes")
-    allow = " --allow-pipes" if pipes is not None and pipes.value is True else ""
+    allow = " --allow-pipes" if pipes is True else ""
     if kind == "training":
         return f"ddnn train {path} --resume{allow}"
     return f"ddnn pretrain {recipe} --run-dir {path}{allow}"

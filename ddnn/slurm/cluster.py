@@ -144,7 +144,7 @@ def load_cluster(name_or_file: str) -> ClusterConfig:
     there is none such, or something is wrong with it: all problems, one a line."""
     path = find_cluster(name_or_file)
     tree = read_yaml(path)
-    tree.values = {name: given for name, given in tree.values.items() if given.value is not None}
+    tree.values = {name: value for name, value in tree.values.items() if value is not None}
     return validate(ClusterConfig, tree, path, error=UserError, hint="docs/slurm.md describes all keys")
 
 

@@ -24,14 +24,14 @@ from ddnn.recipe.layers import StoredLayerConfig
 from ddnn.recipe.load import UNIFORM_KEYS, contradictions, dump_recipe, load_recipe
 from ddnn.recipe.schema import ModelConfig, Recipe, TrainedModelConfig
 from ddnn.recipe.section import as_list, get_value, is_given, with_defaults
-from ddnn.recipe.source import format_problems, format_value
+from ddnn.recipe.source import format_problems, format_value, parse_file
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint, run_dir_of
 from ddnn.training import options
 from ddnn.training.network_layers import is_equivalent, network_layers, static_dims
 from ddnn.training.normalization import input_transform
 from ddnn.training.pretraining import load_dbn
-from ddnn.training.resume_rules import recorded_values, with_recorded_network
+from ddnn.training.resume_rules import with_recorded_network
 from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural
@@ -88,7 +88,7 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
     recipe = with_defaults(recipe, found)
     for key, complaint, _ in contradictions(recipe):
         raise RecipeError(f"{key}: {complaint}", location=location)
-    for problem in recorded_values(dump_recipe(recipe)).problems:
+    for problem in parse_file(dump_recipe(recipe).encode(), RECIPE).problems:
         raise DataError(f"its layers cannot be written into recipe.yaml: {problem.text}", location=path)
     return recipe, model
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddnn.recipe import source
-from ddnn.recipe.keys import read_layers
-from ddnn.recipe.load import LAYERS_KEY, REMOVED, dump_recipe, is_read
-from ddnn.recipe.schema import Recipe, TrainedModelConfig
+from pydantic import ValidationError
+
+from ddnn.recipe.load import LAYERS_KEY, REMOVED, is_read, recipe_values
+from ddnn.recipe.schema import ModelConfig, Recipe, TrainedModelConfig
 from ddnn.recipe.section import get_value, with_defaults
-from ddnn.recipe.source import SourceTree, SourceValue
+from ddnn.recipe.source import parse_file
 from ddnn.util.errors import DataError, RecipeError
 
 RESUMABLE = re.compile(
@@ -35,30 +36,19 @@ MODEL_KEYS = (
 Changes = Mapping[str, tuple[str, str]]  # by key its value now and before, as text
 
 
-def recorded_values(text: str) -> SourceTree:
-    """The values by dotted key of what `dump_recipe` wrote into a file that anybody may have changed. As careful as with
-    any recipe: YAML alone would build a million things of twenty lines."""
-    if len(text) > source.MAX_BYTES:
-        return SourceTree(problems=[source.Problem(f"more than {source.MAX_BYTES} characters", "manifest.json")])
-    return source.parse_file(text, "manifest.json")
-
-
-def changed_keys(before: SourceTree, recipe: Recipe) -> dict[str, tuple[str, str]]:
-    """The keys in which `recipe` differs, each with its value now and before. `precision: auto` asks for nothing else than
-    what was chosen before."""
-    now, then = recorded_values(dump_recipe(recipe)).values, before.values
-    unset = SourceValue(None, "")
-    changed = {}
-    for key in sorted({*now, *then} - REMOVED):
-        values = now.get(key, unset).value, then.get(key, unset).value
-        if values[0] != values[1] and (key, values[0]) != ("precision", "auto"):
-            changed[key] = _as_text(key, values[0]), _as_text(key, values[1])
-    return changed
+def changed_keys(before: Mapping[str, Any], recipe: Recipe) -> Changes:
+    """The keys in which `recipe` differs from the `recipe_values` `before`, each with its value now and before. `precision:
+    auto` asks for nothing else than what was chosen before."""
+    now = recipe_values(recipe)
+    keys = [key for key in sorted({*now, *before} - REMOVED) if now.get(key) != before.get(key)]
+    as_auto = {"precision"} if recipe.precision == "auto" else set()
+    return {key: (_as_text(key, now.get(key)), _as_text(key, before.get(key))) for key in keys if key not in as_auto}
 
 
 def _as_text(key: str, value: Any) -> str:
-    if key == LAYERS_KEY and (layers := read_layers(SourceValue(value, ""), SourceTree())) is not None:
-        value = layers
+    if key == LAYERS_KEY:
+        with suppress(ValidationError):
+            value = ModelConfig(layers=value).layers
     return "not given" if value is None else str(value)[:500]
 
 
@@ -91,21 +81,16 @@ def describe_changes(changed: Changes) -> str:
     return lines[0] if len(lines) == 1 else "".join(f"\n  - {line}" for line in lines)
 
 
-def check_same_recipe(
-    before: str, recipe: Recipe, location: Path, precision: str | None = None
-) -> dict[str, tuple[str, str]]:
+def check_same_recipe(before: str, recipe: Recipe, location: Path, precision: str | None = None) -> Changes:
     """The `changed_keys` since the checkpoint at `location` was written, whose recipe was `before`. `precision`: the one
     that was chosen, which `auto` means from then on. RecipeError: a resume may not change one of them."""
-    old = recorded_values(before)
+    old = parse_file(before.encode(errors="surrogatepass"), "manifest.json")
     if old.problems:
         message = f"the recipe in the checkpoint is not valid: {old.problems[0]}"
         raise DataError(message[:500], location=location)
-    asked = old.values.get("precision")
-    if asked is not None and asked.value == "auto" and precision is not None:
-        old.values["precision"] = SourceValue(precision, asked.source)
-    changed = changed_keys(old, recipe)
-    if "precision" in changed and changed["precision"][0] == precision:
-        del changed["precision"]
+    if precision is not None and old.values.get("precision") != recipe.precision:
+        old.values["precision"] = precision
+    changed = changed_keys(old.values, recipe)
     if refused := refused_changes(recipe, changed):
         message = f"the recipe is not the one that the checkpoint was made by: {describe_changes(refused)}"
         hint = f"{length_hint(recipe, refused)}resume with the run dir's own recipe.yaml, or start in another run dir"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddnn.distributed.launcher import NodeRecovery, RunMonitor, read_restart, run_distributed
 from ddnn.distributed.mpirun import in_mpi_job
-from ddnn.recipe.load import dump_recipe, load_recipe
+from ddnn.recipe.load import dump_recipe, load_recipe, recipe_values
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.runs import run_status
 from ddnn.runs.checkpoint_manifest import folder_name, peek_checkpoint
@@ -23,7 +23,6 @@ from ddnn.training.resume_rules import (
     check_same_recipe,
     describe_changes,
     length_hint,
-    recorded_values,
     refused_changes,
     with_recorded_network,
 )
@@ -172,7 +171,7 @@ def makes_longer(recipe: Recipe, location: Path, settings: Sequence[str]) -> boo
     if recipe.parallel.workers == 1 and not any(one.startswith("parallel.workers=") for one in settings):
         update = {"workers": before.parallel.workers}  # no number was asked for
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=update)})
-    changed = changed_keys(recorded_values(dump_recipe(before)), recipe)
+    changed = changed_keys(recipe_values(before), recipe)
     if not changed:
         return False
     refused = refused_changes(recipe, changed)

@@ -203,5 +203,5 @@ def test_kaldi_s_networks_are_described(name: str, shared: Path, tmp_path: Path)
 def test_a_network_too_large_for_a_recipe(first: Job, tmp_path: Path, run_cli: RunCli) -> None:
     model = kaldi_dir(tmp_path / "kaldi", Copy(12, tuple(range(12)) * 1000), Affine(12_000, 2))
     result = train(run_cli, recipe_from(first, tmp_path, model), tmp_path / "run")
-    assert_refused(result, "its layers cannot be written into recipe.yaml: more than 100000 characters")
+    assert_refused(result, "its layers cannot be written into recipe.yaml: more than 100000 bytes")
     assert not (tmp_path / "run").exists()
