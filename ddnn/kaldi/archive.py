@@ -25,20 +25,15 @@ from numpy.typing import DTypeLike, NDArray
 
 from ddnn.kaldi import compressed
 from ddnn.kaldi.basic_types import (
-    HEADER_BYTES,
     HINT_REMAKE,
     READ_ERRORS,
     BasicTypeReader,
     BasicTypeWriter,
     MalformedRecordError,
-    decode_matrix,
     describe_read_error,
-    locating_errors,
     open_stream,
-    parse_header,
     to_integers,
 )
-from ddnn.kaldi.compressed import MatrixHeader
 from ddnn.util.arrays import AnyArray, Int32Array
 from ddnn.util.errors import DataError
 from ddnn.util.files import atomic_write, read_bytes_limited
@@ -274,7 +269,6 @@ class MatrixReader(AbstractContextManager["MatrixReader"]):
     def __init__(self) -> None:
         self._path: Path | None = None
         self._reader: BasicTypeReader | None = None
-        self._gzip = False  # whether the open file is one
         self._whole: tuple[tuple[Path, int | None], AnyArray] | None = None
 
     def __exit__(self, *error: object) -> None:
@@ -288,9 +282,7 @@ class MatrixReader(AbstractContextManager["MatrixReader"]):
     def shape(self, entry: ScpEntry) -> tuple[int, int]:
         """(rows, columns) of the entry's matrix, its range applied. Reads the header alone, unless the matrix is text.
         DataError: as `read`, but for damage that only shows in the data."""
-        header, _ = self._header(entry)
-        if header is None:
-            header = self._at(entry, lambda reader: reader.matrix_header() if reader.read_marker() else None)
+        header = self._read(entry, lambda reader: reader.matrix_header() if reader.read_marker() else None)
         whole = self._read_whole(entry).shape if header is None else (header.rows, header.columns)
         rows, columns = _ranges(entry, whole)
         return rows.stop - rows.start, columns.stop - columns.start
@@ -302,71 +294,46 @@ class MatrixReader(AbstractContextManager["MatrixReader"]):
         whole = self._read_whole(entry)
         if entry.rows is not None or entry.columns is not None:
             whole = whole[_ranges(entry, whole.shape)].copy()
-        if whole.dtype == dtype and whole.flags.c_contiguous and whole.flags.writeable:
-            return whole  # `require` alone takes as long as reading a short utterance
         # A double too large for a float becomes Inf, which check_finite finds; NaN may be of the kind that signals.
         with np.errstate(over="ignore", invalid="ignore"):
-            return np.require(whole, dtype, ["C", "W"])
+            return whole.astype(dtype, "C", copy=not whole.flags.writeable)
 
     def _read_whole(self, entry: ScpEntry) -> AnyArray:
         """The matrix before its range is applied; kept, as the segments of a recording follow each other."""
         if entry.path is None or (entry.rows is None and entry.columns is None):
-            return self._read_record(entry)
+            return self._read(entry, _read_matrix)
         place = (entry.path, entry.offset)
         if self._whole is None or self._whole[0] != place:
-            self._whole = None
-            self._whole = (place, self._read_record(entry))
+            self._whole = (place, self._read(entry, _read_matrix))
         return self._whole[1]
 
-    def _read_record(self, entry: ScpEntry) -> AnyArray:
-        header, start = self._header(entry)
-        if header is not None:
-            size = header.data_size
-            data = self._read_at(size, start)
-            if len(data) == size:
-                return decode_matrix(header, data)
-        return self._at(entry, _read_matrix)
-
-    def _header(self, entry: ScpEntry) -> tuple[MatrixHeader | None, int]:
-        """The header of the entry's matrix and the byte behind it, where it is a valid binary one with an offset into
-        the open archive. None where the stream has to be read, which also says what is wrong."""
-        if self._reader is None or self._gzip or entry.path != self._path or entry.offset is None:
-            return None, 0
-        header, size = parse_header(self._read_at(HEADER_BYTES, entry.offset), self._reader.limit - entry.offset)
-        return header, entry.offset + size
-
-    def _read_at(self, size: int, start: int) -> bytes:
-        """So many bytes of the open archive, or fewer: one call of the system, past the buffer of the stream."""
-        assert self._reader is not None
+    def _read(self, entry: ScpEntry, read: Callable[[BasicTypeReader], _T]) -> _T:
         try:
-            return os.pread(self._reader.stream.fileno(), size, start)
-        except OSError:
-            return b""
-
-    def _at(self, entry: ScpEntry, read: Callable[[BasicTypeReader], _T]) -> _T:
-        with locating_errors(entry.location, f"utterance {entry.key}: "):
             reader = _run_pipe(entry) if entry.path is None else self._open(entry.path)
             if entry.path is not None:
                 offset = entry.offset or 0
                 if offset >= reader.limit:
                     size = f"which has {reader.limit} bytes"
                     raise MalformedRecordError(f"the offset {offset} is past the end of the file, {size}")
-                if entry.offset is not None and self._gzip:
+                if entry.offset is not None and reader.is_gzip:
                     raise MalformedRecordError("the file is a gzip, into which no offset can point")
                 reader.stream.seek(offset)
             value = read(reader)
             if entry.offset is None:
                 reader.verify_checksum()
             return value
+        except READ_ERRORS as error:
+            message = f"utterance {entry.key}: {describe_read_error(error)}"
+            raise DataError(message, location=entry.location, hint=HINT_REMAKE) from error
 
     def _open(self, path: Path) -> BasicTypeReader:
-        if path != self._path or self._reader is None:
+        if path is not self._path or self._reader is None:
             self._close()
             try:
                 self._reader = open_stream(path)
             except DataError as error:
                 raise MalformedRecordError(error.message) from error
-            self._path, self._gzip = path, isinstance(self._reader.stream.raw, gzip.GzipFile)
+            self._path = path
         return self._reader
 
 

@@ -73,54 +73,8 @@ def locating_errors(location: str | Path, of: str = "") -> Iterator[None]:
         raise DataError(of + describe_read_error(error), location=location, hint=HINT_REMAKE) from error
 
 
-HEADER_BYTES = 22
-"""Of the longest header of a binary matrix, its marker included."""
 _PLAIN, _COMPRESSED = struct.Struct("<xixi"), struct.Struct("<ffii")
 _HEADERS = {b"FM ": _PLAIN, b"DM ": _PLAIN, b"CM ": _COMPRESSED, b"CM2 ": _COMPRESSED, b"CM3 ": _COMPRESSED}
-
-
-def parse_header(record: bytes, remaining: int) -> tuple[MatrixHeader | None, int]:
-    """The header of a binary matrix, by the first `HEADER_BYTES` of its record, of which `remaining` bytes are there, and the
-    size of the header with its marker: as `BasicTypeReader.matrix_header`, in a tenth of the time. None where that has
-    to say what is wrong."""
-    end = record.find(b" ", 2, 6) + 1
-    layout = _HEADERS.get(record[2:end])
-    if layout is None or not record.startswith(b"\0B") or len(record) < end + layout.size:
-        return None, 0
-    size = end + layout.size
-    try:
-        return _checked_header(record[2:end], record[end:size], remaining - size), size
-    except MalformedRecordError:
-        return None, 0
-
-
-def _checked_header(token: bytes, fields: bytes | bytearray, remaining: int) -> MatrixHeader:
-    """The header of this token, one of `_HEADERS`, and the fields behind it, held against the bytes that remain."""
-    *bounds, rows, columns = _HEADERS[token].unpack(fields)
-    if not bounds and (fields[0] != 4 or fields[5] != 4):
-        raise MalformedRecordError(f"expected two dims of 4 bytes each, found {bytes(fields)!r}")
-    header = MatrixHeader(token[:-1].decode(), rows, columns, *bounds)
-    size = header.data_size
-    if (rows <= 0 or columns <= 0 or size > remaining) and (rows or columns):
-        claim = f"the header claims {rows} rows and {columns} columns"
-        if min(rows, columns) > 0:
-            claim = f"cut short: {claim}, {size} bytes, at most {remaining} remain"
-        raise MalformedRecordError(claim)
-    return header
-
-
-def decode_matrix(header: MatrixHeader, data: bytes | bytearray) -> AnyArray:
-    """The binary matrix of this header, from the `data_size` bytes behind it: float32 (FM, CM, CM2, CM3) or float64
-    (DM), (rows, columns)."""
-    rows, columns = header.rows, header.columns
-    if rows == 0:
-        return np.zeros((0, 0), np.float32)
-    if header.token in compressed.TOKENS:
-        return compressed.decode(header, data)
-    # kaldiio gets the bytes of this one matrix, whose header is checked: it cannot come to its other formats.
-    plain = b"\0B" + header.token.encode() + b" " + struct.pack("<bibi", 4, rows, 4, columns) + data
-    matrix: AnyArray = read_matrix_or_vector(BytesIO(plain))
-    return matrix
 
 
 class BasicTypeReader:
@@ -141,6 +95,10 @@ class BasicTypeReader:
             ahead = self.stream.read(24)
             found = repr(ahead)[1:] if ahead else "the end of the file"
         return MalformedRecordError(f"expected {expected} at byte {position}, found {found}")
+
+    @property
+    def is_gzip(self) -> bool:
+        return isinstance(self.stream.raw, gzip.GzipFile)
 
     @property
     def remaining(self) -> int:
@@ -176,7 +134,7 @@ class BasicTypeReader:
 
     def verify_checksum(self) -> None:
         """Reads a gzip to its end, where its checksum is: a damaged one must not pass."""
-        if isinstance(self.stream.raw, gzip.GzipFile):
+        if self.is_gzip:
             while self.stream.read(1 << 20):
                 pass
 
@@ -197,10 +155,8 @@ class BasicTypeReader:
         """Takes Kaldi's binary marker (NUL, `B`) where it comes next; returns, and keeps in `binary`, whether it
         did."""
         self.binary = self._peek_byte() == b"\0"
-        if self.binary:
-            marker = self.read_exact(2, "Kaldi's binary marker")
-            if marker != b"\0B":
-                raise MalformedRecordError(f"expected Kaldi's binary marker b'\\x00B', found {bytes(marker)!r}")
+        if self.binary and (marker := self.stream.read(2)) != b"\0B":
+            raise MalformedRecordError(f"expected Kaldi's binary marker b'\\x00B', found {marker!r}")
         return self.binary
 
     def _peek_word(self) -> tuple[bytes, bool]:
@@ -300,19 +256,42 @@ class BasicTypeReader:
 
     def matrix_header(self) -> MatrixHeader:
         """The header of a binary matrix, held against the bytes that remain."""
-        token = bytes(self.read_exact(3, "the type of the matrix"))
+        token = self.stream.read(3)
         if token[:2] == b"CM" and token != b"CM ":
-            token += self.read_exact(1, "the type of the matrix")
+            token += self.stream.read(1)
         if token not in _HEADERS:
             found = "a vector" if token in (b"FV ", b"DV ") else repr(token)
             raise MalformedRecordError(f"expected a matrix (FM, DM, CM, CM2 or CM3), found {found}")
-        fields = self.read_exact(_HEADERS[token].size, "the header of the matrix")
-        return _checked_header(token, fields, self.remaining)
+        layout = _HEADERS[token]
+        fields = self.stream.read(layout.size)
+        if len(fields) < layout.size:
+            raise MalformedRecordError(
+                f"cut short: the header of the matrix takes {layout.size} bytes, {len(fields)} remain"
+            )
+        *bounds, rows, columns = layout.unpack(fields)
+        if not bounds and (fields[0] != 4 or fields[5] != 4):
+            raise MalformedRecordError(f"expected two dims of 4 bytes each, found {fields!r}")
+        header = MatrixHeader(token[:-1].decode(), rows, columns, *bounds)
+        size, remaining = header.data_size, self.remaining
+        if (rows <= 0 or columns <= 0 or size > remaining) and (rows or columns):
+            claim = f"the header claims {rows} rows and {columns} columns"
+            if min(rows, columns) > 0:
+                claim = f"cut short: {claim}, {size} bytes, at most {remaining} remain"
+            raise MalformedRecordError(claim)
+        return header
 
     def matrix_data(self, header: MatrixHeader) -> AnyArray:
-        """The binary matrix of this header: as `decode_matrix`."""
-        what = f"a matrix of {header.rows} rows and {header.columns} columns"
-        return decode_matrix(header, self.read_exact(header.data_size, what))
+        """The binary matrix of this header, float32 (FM, CM, CM2, CM3) or float64 (DM), (rows, columns)."""
+        rows, columns = header.rows, header.columns
+        if rows == 0:
+            return np.zeros((0, 0), np.float32)
+        data = self.read_exact(header.data_size, f"a matrix of {rows} rows and {columns} columns")
+        if header.token in compressed.TOKENS:
+            return compressed.decode(header, data)
+        # kaldiio gets the bytes of this one matrix, whose header is checked: it cannot come to its other formats.
+        plain = b"\0B" + header.token.encode() + b" " + struct.pack("<bibi", 4, rows, 4, columns) + data
+        matrix: AnyArray = read_matrix_or_vector(BytesIO(plain))
+        return matrix
 
     def text_matrix(self, *, ends_line: bool) -> Float64Array:
         """`[`, rows that end in a line end or `;`, `]`; `ends_line` refuses what is behind `]` in its line."""
