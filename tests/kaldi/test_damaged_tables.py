@@ -363,7 +363,9 @@ def test_damage_is_named_whatever_was_read_before(tmp_path: Path, kind: int) -> 
     path.write_bytes(whole)
     for end in reversed(range(starts[2] - 2, len(whole))):
         os.truncate(path, end)
-        assert what_it_reads(entries) == what_it_reads(entries, anew=True), end
+        found = what_it_reads(entries)
+        assert found == what_it_reads(entries, anew=True), end
+        assert len(found[-2]) == len(found[-1]) == 3, "an error also where only the shape is asked for"
 
 
 def test_an_archive_that_shrinks_while_it_is_open(tmp_path: Path) -> None:
