@@ -26,7 +26,7 @@ TOKENS = {
     "data": 15_600,
     "decoding": 9_100,
     "distributed": 9_510,
-    "inspection": 7_150,
+    "inspection": 6_500,
     "kaldi": 20_950,
     "nn": 26_760,
     "optim": 7_410,

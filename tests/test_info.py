@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,15 +146,16 @@ def test_run_dir(tmp_path: Path) -> None:
     rows = [(0, 5.5, 0.1, True), (1, 2.5, 0.5, True), (2, 2.25, 0.6, True), (3, 2.75, 0.4, False)]
     (tmp_path / "recipe.yaml").write_text("seed: 1\n")
     found = facts(tmp_path)
-    assert (found["kind"], found["state"], found["epochs"]) == ("ddnn run dir", "unknown", "0")
+    assert (found["kind"], found["state"]) == ("ddnn run dir", "unknown")
+    assert re.search(r"^ *epochs +0$", found["status"], re.MULTILINE)
     (tmp_path / "metrics.jsonl").write_text("".join(epoch_row(*row) for row in rows))
-    found = facts(tmp_path)
-    assert found["epochs"] == "3"
-    assert found["last"] == "epoch 3: cross-validation loss 2.7500, frame accuracy 40.00 %, rejected"
-    assert found["model so far"] == "epoch 2: cross-validation loss 2.2500, frame accuracy 60.00 %"
-    assert "resume" not in found  # it has no checkpoint, and would lose its epochs
+    shown = facts(tmp_path)["status"]
+    assert re.search(r"^ *epochs +3$", shown, re.MULTILINE)
+    assert "epoch 3: cross-validation loss 2.7500, frame accuracy 40.00 %, rejected" in shown
+    assert re.search("model so far +epoch 2: cross-validation loss 2.2500, frame accuracy 60.00 %", shown)
+    assert "resume  " not in shown  # it has no checkpoint, and would lose its epochs
     (tmp_path / "metrics.jsonl").write_text('{"type": "epoch", "epoch": 1')
-    assert "line 1 is not a metrics row" in facts(tmp_path)["problems"][0]
+    assert "line 1 is not a metrics row" in facts(tmp_path)["status"]
     with pytest.raises(DataError, match="line 1 is not a metrics row"):
         describe_path(tmp_path / "metrics.jsonl")
 
@@ -187,7 +189,7 @@ def test_model(tmp_path: Path) -> None:
 
     model = AcousticModel(FeatureConfig("mean", 2), splice_only(4, 1), Network(mlp_layers(12, 2, 8, 5, "tanh")))
     save_model(tmp_path / "final.safetensors", model)
-    expected = {"network": "12-8-8-5", "activations": ["tanh", "softmax"], "pdfs": 5, "cmvn": "mean", "deltas": 2}
+    expected = {"network": "12-8-8-5", "layers": "tanh 8, tanh 8, softmax 5", "pdfs": 5, "cmvn": "mean", "deltas": 2}
     expected |= {"parameters": 12 * 8 + 8 + 8 * 8 + 8 + 8 * 5 + 5, "splice": "1+1+1", "normalized": "no"}
     assert facts(tmp_path / "final.safetensors") == {"kind": "ddnn model", **expected}
     found = facts(tmp_path)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Info:
 
     def as_text(self) -> str:
         texts = {k: ", ".join(value) if isinstance(value, list) else str(value) for k, value in self.fields.items()}
-        lines = definitions(((name.replace("_", " "), text) for name, text in texts.items()), indent="  ")
+        lines = definitions([(name.replace("_", " "), text) for name, text in texts.items()], indent="  ")
         return f"{printable(str(self.path), '')}: {self.kind}\n{lines}".rstrip()
 
 
@@ -118,12 +119,9 @@ def _model(path: Path) -> Fields:
     layers, transform, features = model.network.layers, model.transform, model.features
     before, after = -min(transform.offsets), max(transform.offsets)
     contiguous = transform.offsets == tuple(range(-before, after + 1))
-    plain = all(layer.kind == "affine" for layer in layers)
-    activations = (layer.label for layer in layers if layer.kind in ("affine", "activation", "prelu"))
     return {
         "network": describe_sizes(layers),
-        "layers": None if plain else describe_layers(layers[:-1]),
-        "activations": list(dict.fromkeys(activations)),
+        "layers": describe_layers(layers),
         "parameters": model.network.parameters.numel(),
         # The outputs of an RBM or DBN are not pdfs; an imported network may lack its softmax.
         "pdfs": layers[-1].output_dim if layers[-1].must_be_last or path.name == FINAL else None,
@@ -138,7 +136,7 @@ def _model(path: Path) -> Fields:
 def _run_dir(path: Path) -> Fields:
     """How the run is doing, as `ddnn status` says it without asking Slurm, and its model if there is one."""
     status = read_status(path, lambda job: None)
-    fields: Fields = {"state": status.state, **status.lines(), "problems": list(status.problems) or None}
+    fields: Fields = {"state": status.state, "status": status.as_text()}
     with suppress(UserError):  # a run of before 0.2.0 may have a recipe that is no longer read
         fields |= _initialization(path / RECIPE)
     with suppress(OSError):  # a training of before 0.2.0 has no such list
@@ -159,16 +157,13 @@ def _run_dirs(path: Path) -> Fields:
 
 def _metrics(path: Path) -> Fields:
     metrics = read_metrics(path)
-    rbms = {row.rbm: row.as_text() for row in metrics.pretraining}
-    start, last = metrics.starts[-1:], metrics.cv[-1:]
     return {
-        **{f"rbm_{number}": text for number, text in sorted(rbms.items())},
-        "epochs": last[0].epoch if last else None if rbms else 0,
-        "last": format_figures(last[0]) if last else None,
+        **{f"rbm_{row.rbm}": row.as_text() for row in metrics.pretraining},
+        "last": format_figures(metrics.cv[-1]) if metrics.cv else None,
         "last_accepted": format_figures(metrics.last_accepted, metrics.combination),
         "lowest_loss": format_figures(metrics.lowest_loss),
         "ended": metrics.end and metrics.end.why,
-        "precision": start[0].precision if start else None,
+        "precision": metrics.starts[-1].precision if metrics.starts else None,
         "workers": metrics.num_workers or None,
     }
 
@@ -227,13 +222,19 @@ def _scp_file(path: Path) -> Fields:
     return _scp(read_scp(path, allow_pipes=True))
 
 
+def _decoded(path: Path) -> Fields:
+    """A dir of `ddnn decode-prep`."""
+    return _scp_file(next(path.glob("[lpa]*s.scp")))
+
+
 def _dims(columns: set[int]) -> Any:
     if len(columns) > 1:
         return f"different: {', '.join(map(str, sorted(columns)))}"
     return next(iter(columns), None)
 
 
-def _archive(path: Path, records: Iterator[tuple[str, NDArray[Any]]]) -> Fields:
+def _archive(iterate: Callable[[Path], Iterator[tuple[str, NDArray[Any]]]], path: Path) -> Fields:
+    records = iterate(path)
     shapes: dict[str, tuple[int, ...]] = {}
     largest = -1
     for key, value in islice(records, NUM_SAMPLES):
@@ -249,14 +250,6 @@ def _archive(path: Path, records: Iterator[tuple[str, NDArray[Any]]]) -> Fields:
         "largest_id": None if columns else largest,
         "first_keys": _first(shapes),
     }
-
-
-def _matrices(path: Path) -> Fields:
-    return _archive(path, iterate_matrices(path))
-
-
-def _integers(path: Path) -> Fields:
-    return _archive(path, iterate_int_vectors(path))
 
 
 def _scoring(path: Path) -> Fields:
@@ -377,8 +370,8 @@ def _utt2spk(path: Path) -> Fields:
 
 def _transcripts(path: Path) -> Fields:
     words = read_text(path)
-    number, vocabulary = sum(map(len, words.values())), {word for line in words.values() for word in line}
-    counts = {"utterances": len(words), "words": number, "different_words": len(vocabulary)}
+    spoken = list(chain.from_iterable(words.values()))
+    counts = {"utterances": len(words), "words": len(spoken), "different_words": len(set(spoken))}
     return {**counts, "first_keys": _first(words)}
 
 
@@ -388,8 +381,8 @@ def _symbols(path: Path) -> Fields:
 
 
 def _lines(path: Path) -> Fields:
-    lines = read_bytes_limited(path, MAX_SCAN_BYTES).rstrip(b"\n").split(b"\n")
-    return {"lines": len(lines), "last": lines[-1][:200].decode(errors="replace")}
+    lines = read_bytes_limited(path, MAX_SCAN_BYTES).decode(errors="replace").rstrip("\n").split("\n")
+    return {"lines": len(lines), "last": lines[-1][:200]}
 
 
 _NNET1_FILES = "*.nnet *.dbn final.feature_transform"
@@ -428,18 +421,18 @@ _FILES: tuple[Kind, ...] = (
     # Frames, then pairs of pdf and weight of each; a weight is a small float, its last byte.
     ("*", _KEY + rb"\0B%b(?:\x04\0{4})*%b%b\x04.{3}[\x30-\x4f]" % (_NUMBER, _NUMBER, _NUMBER), _POSTERIORS, _nothing),
     ("*", _KEY + rb"\[[^\]\n]*\][ \t]*\[", _POSTERIORS, _nothing),
-    ("*", _KEY + rb"\0B\x04", "archive of integer vectors (binary)", _integers),
-    ("*", _KEY + rb"-?\d+(?=[ \n]|$)", "archive of integer vectors (text)", _integers),
-    ("*", _KEY + rb"\0B([FD]M|CM[23]?) ", "archive of matrices ({})", _matrices),
-    ("*", _KEY + rb"\[", "archive of matrices (text)", _matrices),
+    ("*", _KEY + rb"\0B\x04", "archive of integer vectors (binary)", partial(_archive, iterate_int_vectors)),
+    ("*", _KEY + rb"-?\d+(?=[ \n]|$)", "archive of integer vectors (text)", partial(_archive, iterate_int_vectors)),
+    ("*", _KEY + rb"\0B([FD]M|CM[23]?) ", "archive of matrices ({})", partial(_archive, iterate_matrices)),
+    ("*", _KEY + rb"\[", "archive of matrices (text)", partial(_archive, iterate_matrices)),
 )
 _DIRECTORIES: tuple[Kind, ...] = (
     # The names are those of files in it, of which one is enough.
     (f"{DBN} rbm1.safetensors", b"", "ddnn pretraining dir", _run_dir),
     (f"{STATUS} {FINAL} {METRICS} {RECIPE}", b"", "ddnn run dir", _run_dir),
-    ("loglikes.scp", b"", "log-likelihoods for a Kaldi decoder", lambda path: _scp_file(path / "loglikes.scp")),
-    ("posteriors.scp", b"", "posteriors or log-posteriors", lambda path: _scp_file(path / "posteriors.scp")),
-    ("activations.scp", b"", "activations of a layer", lambda path: _scp_file(path / "activations.scp")),
+    ("loglikes.scp", b"", "log-likelihoods for a Kaldi decoder", _decoded),
+    ("posteriors.scp", b"", "posteriors or log-posteriors", _decoded),
+    ("activations.scp", b"", "activations of a layer", _decoded),
     ("score.json", b"", "words and word error rates of ddnn score", _scoring),
     ("feats.scp", b"", "Kaldi data dir", _data_dir),
     ("HCLG.fst", b"", "Kaldi graph dir", _graph),

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ddnn.nn.figures import FRAME_ACCURACY
+from ddnn.nn.figures import FIGURES
 from ddnn.runs import run_status as files
 from ddnn.runs.checkpoint_manifest import peek_checkpoint
 from ddnn.runs.metrics import Metrics, read_metrics
@@ -27,7 +27,7 @@ from ddnn.runs.run_status import RunStatus, read_run_status, resume_command
 from ddnn.slurm.job import Job, SlurmState, last_output, read_job, slurm_state, slurm_states
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
-from ddnn.util.text import definitions, duration, printable, table, unescaped
+from ddnn.util.text import printable, render, table, unescaped
 
 FRACTIONS = ("compute", "comm", "wait", "data")
 ENDED = ("finished", "interrupted", "diverged", "failed", "unknown")
@@ -38,7 +38,6 @@ _OVER = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED
          "NODE_FAIL", "BOOT_FAIL", "GONE")  # fmt: skip
 _RESTART_SECONDS = 60.0  # the launcher of several workers may restart a job of which nothing was heard for so long
 _ESTIMATE_EPOCHS = 3
-_AFTER_DIVERGENCE = "start again in another run dir with another learning rate, or from a better initial network"
 
 State = Literal["pending", "running", "finished", "interrupted", "diverged", "failed", "unknown"]
 T = TypeVar("T")
@@ -90,61 +89,12 @@ class Status:
         newest = {"start": metrics.starts, "train": metrics.train, "last": metrics.cv, "pretrain": metrics.pretraining}
         rows: dict[str, MetricsRow | None] = {name: rows[-1] if rows else None for name, rows in newest.items()}
         rows |= {name: getattr(metrics, name) for name in ("warmup", "last_accepted", "lowest_loss", "end")}
-        run = {} if self.run is None else self.run.model_dump(mode="json", exclude={"schema_version"})
         return {
-            **run,
+            **({} if self.run is None else self.run.model_dump(mode="json", exclude={"schema_version"})),
             **{name: value for name, value in vars(self).items() if name not in ("run", "metrics")},
             **{name: row and row.model_dump() for name, row in rows.items()},
-            "run_dir": str(self.run_dir),
-            "fractions": self.fractions,
+            **{"run_dir": str(self.run_dir), "fractions": self.fractions, "restarts": self.restarts},
             "reconstruction_errors": metrics.reconstruction_errors,
-            "restarts": self.restarts,
-        }
-
-    def lines(self) -> dict[str, Any]:
-        """Name and text of what is known; some texts have several lines."""
-        run, metrics, checkpoint, resume = self.run, self.metrics, self.checkpoint, self.resume_command or ""
-        pretraining = run is not None and "pretraining" in (run.kind, run.phase)
-        epochs, rbms = f"{self.last.epoch if self.last else 0}", None
-        if run is not None and run.max_epochs is not None:
-            epochs += f" of at most {run.max_epochs}"
-        if run is not None and run.rbm is not None and pretraining:
-            rbms = f"{run.rbm} of {run.num_rbms} in training"
-            rbms = f"{run.num_rbms} finished" if run.state == "finished" else rbms
-        rbm = metrics.pretraining[-1].as_text() if pretraining and metrics.pretraining else None
-        begun = metrics.starts[-1] if metrics.starts else None
-        return {
-            "ended": metrics.end and (metrics.end.reason if self.error else metrics.end.why),
-            "error": self.error,
-            "warning": self.warning,
-            "submitted": _ago(self.submitted) if self.state == "pending" else None,
-            "RBMs": rbms,
-            "mean reconstruction error": ", ".join(
-                f"RBM {number} {error:.6g}" for number, error in metrics.reconstruction_errors.items()
-            ),
-            "epochs": None if pretraining else epochs,
-            "warm-up": metrics.warmup and metrics.warmup.as_text(),
-            "training": metrics.train[-1].as_text() if metrics.train else None,
-            "last": rbm or format_figures(self.last),
-            "final model" if self.state == "finished" else "model so far": format_figures(
-                metrics.last_accepted, metrics.combination
-            ),
-            "lowest loss": metrics.lowest_loss and f"{format_figures(metrics.lowest_loss)}; that model was not kept",
-            "precision": begun and f"{begun.precision} on {begun.machine}",
-            "time of workers": ", ".join(f"{name} {100 * part:.1f} %" for name, part in self.fractions.items()),
-            "RBM ends" if pretraining else "ends": self.estimated_end and _end(self.estimated_end),
-            "restarts": "\n".join(self.restarts),
-            "checkpoint": f"{checkpoint['where']}, {_ago(checkpoint['written'])}"
-            if checkpoint is not None
-            else "none: a resume begins from the start"
-            if resume and not pretraining
-            else None,
-            "resume": resume,
-            "next": _AFTER_DIVERGENCE if self.state == "diverged" else None,
-            "note": "--allow-pipes runs the shell commands of its scp files: give it only if they are yours"
-            if " --allow-pipes" in resume
-            else None,
-            "last update": self.seconds_since_update and f"{duration(self.seconds_since_update)} ago",
         }
 
     @property
@@ -153,40 +103,24 @@ class Status:
 
     def row(self) -> tuple[str, ...]:
         """Its cells in the table of `Statuses`."""
-        run, model, train = self.run, self.metrics.last_accepted, self.metrics.train
-        loss, accuracy = (model.loss, model.figures.get(FRAME_ACCURACY.name)) if model else (None, None)
-        note = self.slurm_text if self.state == "pending" else (self.error or self.warning or "").partition("\n")[0]
+        run, model, train = self.run, self.metrics.last_accepted, self.metrics.train[-1:]
         epoch = f"{self.last.epoch if self.last else 0}" + (f"/{run.max_epochs}" if run and run.max_epochs else "")
         if run is not None and run.kind == "pretraining":
             epoch = f"RBM {run.rbm}/{run.num_rbms}" if run.rbm else ""
-        return (
-            str(self.run_dir),
-            self.state,
-            epoch,
-            "" if loss is None else f"{loss:.4f}",
-            "" if accuracy is None else f"{100 * accuracy:.2f}",
-            f"{train[-1].frames_per_second or 0.0:.0f}" if train else "",
-            note or (self.problems[0] if self.problems else ""),
-        )
+        values = [(kind, model.figures.get(name) if model else None) for name, kind in FIGURES.items()]
+        figures = ["" if value is None else kind.format(value) for kind, value in values]
+        speed = f"{train[0].frames_per_second or 0.0:.0f}" if train else ""
+        reason = self.slurm_text if self.state == "pending" else self.error or self.warning
+        note = next(filter(None, (reason, *self.problems)), "").partition("\n")[0]
+        return (str(self.run_dir), self.state, epoch, *figures, speed, note)
 
     def as_text(self) -> str:
-        title = f"{printable(str(self.run_dir), '')}: {self.state}"
-        if self.state == "running" and self.run is not None:
-            title += f", {self.run.phase}"
-            if self.run.rbm is not None and self.run.phase == "pretraining":
-                title += f", RBM {self.run.rbm}" + (f" of {self.run.num_rbms}" if self.run.num_rbms else "")
-        title += (f", Slurm job {self.job}" if self.job else "") + (f" ({self.slurm_text})" if self.slurm else "")
-        shown = definitions([(name, printable(text)) for name, text in self.lines().items() if text], indent="  ")
-        return "\n".join([title, shown, *(f"  problem: {printable(problem)}" for problem in self.problems)])
-
-
-def _ago(then: float | None) -> str | None:
-    return None if then is None else f"{duration(max(0.0, time.time() - then))} ago"
-
-
-def _end(end: float) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(end, 4e9)))
-    return f"{when} at the latest, in {duration(max(0.0, end - time.time()))}, if epochs take as long as the last"
+        text = render(
+            "status.txt.j2",
+            **{"status": self, "run": self.run, "metrics": self.metrics, "now": time.time()},
+            **{"format_figures": format_figures, "printable": printable},
+        )
+        return "\n".join(filter(str.strip, text.splitlines()))
 
 
 @dataclass(frozen=True)
@@ -199,8 +133,8 @@ class Statuses:
         return [run.as_dict() for run in self.runs]
 
     def as_text(self) -> str:
-        header = ("run", "state", "epoch", "CV loss", "accuracy (%)", "frames/s", "note")
-        return table([run.row() for run in self.runs], header, "lllrrrl")
+        header = ("run", "state", "epoch", *(f"CV {kind.label}" for kind in FIGURES.values()), "frames/s", "note")
+        return table([run.row() for run in self.runs], header, "lll" + "r" * len(FIGURES) + "rl")
 
 
 def read_statuses(paths: Sequence[Path]) -> Status | Statuses:
@@ -215,27 +149,27 @@ def read_statuses(paths: Sequence[Path]) -> Status | Statuses:
 
 
 def _run_dirs(path: Path) -> list[Path]:
-    if _files_of_run(path):
-        return [path]
-    return sorted(entry for entry in path.glob("*") if entry.is_dir() and _files_of_run(entry)) or [path]
+    inside = sorted(entry for entry in path.glob("*") if entry.is_dir() and _is_run_dir(entry))
+    return [path] if _is_run_dir(path) else inside or [path]
 
 
-def _files_of_run(run_dir: Path) -> set[str]:
-    begun, results = (files.STATUS, files.LOG, files.RECIPE, files.METRICS, files.JOB_RECORD), (files.FINAL, files.DBN)
-    return {name for name in (*begun, *results) if (run_dir / name).exists()}
+def _is_run_dir(path: Path) -> bool:
+    names = (files.STATUS, files.LOG, files.RECIPE, files.METRICS, files.JOB_RECORD, files.FINAL, files.DBN)
+    return any((path / name).exists() for name in names)
 
 
 def read_status(run_dir: Path, ask_slurm: Callable[[Job], SlurmState | None] = slurm_state) -> Status:
     """The status of a run dir, now. Damaged files are among its `problems`; what the others say is still reported.
     `ask_slurm` says what Slurm says of a job; asked only if the run has not finished and no process holds its lock.
     UserError: there is no run dir."""
-    if not (found := _files_of_run(run_dir)):
+    if not _is_run_dir(run_dir):
         raise UserError("there is no run dir", location=run_dir, hint=files.run_dir_hint(run_dir))
     problems: list[str] = []
     run = _tolerant(problems, lambda: read_run_status(run_dir))
     job = _tolerant(problems, lambda: read_job(run_dir))
     locked = is_locked(run_dir / files.LOG)
-    finished = (run is not None and run.state == "finished") or files.is_finished(run_dir) or files.DBN in found
+    finished = (run is not None and run.state == "finished") or files.is_finished(run_dir)
+    finished = finished or (run_dir / files.DBN).exists()
     answer = ask_slurm(job) if job is not None and not locked and not finished else None
     slurm = None if answer is None else answer.name
     state = _state(run, locked is True, finished, job, slurm)
@@ -261,7 +195,9 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], SlurmState | None] = s
         warning=(metrics.warning or None) if state == "finished" else None,
         seconds_since_update=_age(run_dir, files.LOG, files.STATUS, files.METRICS),
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
-        resume_command=_resume_command(run_dir, run, job, state, problems),
+        resume_command=_tolerant(problems, lambda: _resume_command(run_dir, run, job))
+        if state in ("interrupted", "failed", "unknown")
+        else None,
         world_size=run.world_size if run else metrics.num_workers or (job.workers if job else None),
         metrics=metrics,
         estimated_end=_estimated_end(metrics, run, figures) if state == "running" else None,
@@ -304,16 +240,9 @@ def _state(run: RunStatus | None, locked: bool, finished: bool, job: Job | None,
     return "running" if restarting and slurm is None else "interrupted"
 
 
-def _resume_command(
-    run_dir: Path, run: RunStatus | None, job: Job | None, state: State, problems: list[str]
-) -> str | None:
-    """As a Slurm job with the options of the last one, if the last start was a job."""
-    if state not in ("interrupted", "failed", "unknown"):  # one that diverged would diverge again
-        return None
-    known = len(problems)
-    _tolerant(problems, lambda: files.refuse_lost_checkpoints(run_dir))
-    if len(problems) > known:
-        return None
+def _resume_command(run_dir: Path, run: RunStatus | None, job: Job | None) -> str:
+    """As a Slurm job with the options of the last one, if the last start was a job. UserError: its checkpoints are lost."""
+    files.refuse_lost_checkpoints(run_dir)
     kind = run.kind if run is not None else "pretraining" if (run_dir / files.JOB_RECIPE).exists() else "training"
     command = resume_command(run_dir, kind)
     if job is None or (run is not None and run.slurm_job is None):
@@ -355,11 +284,11 @@ def follow_status(run_dir: Path, show: Callable[[str], None], *, terminal: bool,
     with Live(console=console, auto_refresh=False) as live:
         while True:
             status = read_status(run_dir, lambda job: in_period(job, time.monotonic() // SLURM_SECONDS))
-            values = status.as_dict()
-            lasting = {k: v for k, v in values.items() if k not in ("seconds_since_update", "estimated_end", "updated")}
             live.update(Text(status.as_text()), refresh=True)
+            run = status.run and status.run.model_copy(update={"updated": 0.0})
+            lasting = replace(status, seconds_since_update=None, estimated_end=None, run=run)
             if (as_json or not terminal) and lasting != before:
-                show(json.dumps(values, ensure_ascii=False) if as_json else status.as_text())
+                show(json.dumps(status.as_dict(), ensure_ascii=False) if as_json else status.as_text())
             if status.state in ENDED:
                 return status
             before = lasting

@@ -4,6 +4,7 @@ cross-validation."""
 from __future__ import annotations
 
 import math
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -259,7 +260,7 @@ def test_the_final_model_is_what_everything_uses_and_says(tmp_path: Path, run_cl
     log = (job.run / "train.log").read_text()
     assert f"final.safetensors, {end.summary}" in log and f"{end.combination}: CV loss {end.loss:.4f}" in log
     shown = f"{end.combination}: cross-validation loss {end.loss:.4f}"
-    assert (read_status(job.run).lines()["final model"] or "").startswith(shown)
+    assert re.search(f"final model +{re.escape(shown)}", read_status(job.run).as_text())
     assert describe_path(job.run / "metrics.jsonl").fields["last_accepted"].startswith(shown)
     summary = report([job.run], None).as_dict()["runs"][0]
     assert (summary["model_combination"], summary["model_cv_loss"]) == (end.combination, end.loss)
