@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, pdf_counts
-from ddnn.kaldi.archive import MatrixReader, ScpEntry, decode_utf8, read_lines
+from ddnn.kaldi.archive import MatrixReader, ScpEntry, read_keyed_lines
 from ddnn.kaldi.data_dir import DataDir
 from ddnn.kaldi.transforms import Transforms
 from ddnn.util.errors import DataError
@@ -266,8 +266,8 @@ def hold_out_listed(index: UtteranceIndex, path: Path, by: str) -> tuple[list[in
         groups = _speakers(index, "give data.cv.utterances in place of data.cv.speakers")
         known = set(groups)
     else:
-        lines = read_lines(path, "the list of cross-validation utterances")
-        listed = {decode_utf8(parts[0], path, number) for number, parts in lines}
+        lines = read_keyed_lines(path, "the list of cross-validation utterances", unique=False)
+        listed = {utterance for _, utterance, _ in lines}
         groups, known = index.utterances, {entry.key for entry in index.directory.entries}
     if unknown := sorted(listed - known):
         message = f"{len(unknown)} of {len(listed)} listed {by}s are not in the data: {', '.join(unknown[:5])}"

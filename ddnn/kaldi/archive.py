@@ -66,9 +66,12 @@ class ScpEntry:
         return str(self.path) if self.offset is None else f"{self.path}:{self.offset}"
 
 
-def read_lines(path: Path, kind: str) -> Iterator[tuple[int, list[bytes]]]:
-    """The lines of a text file, each with its number and split once at its first white space (ASCII's, as in Kaldi: a
-    no-break space is part of a name). DataError: the file is missing, empty, not readable, or a line is blank."""
+def read_keyed_lines(
+    path: Path, kind: str, key_name: str = "utterance", *, unique: bool = True
+) -> Iterator[tuple[int, str, str]]:
+    """(line number, key, the rest) of each line of a text file, split once at its first white space (ASCII's, as in Kaldi:
+    a no-break space is part of a name). DataError: the file is missing, empty, not readable, or a line is blank or not
+    UTF-8; where keys are to be `unique`, one occurs twice."""
     try:
         if not path.is_file():
             if path.is_dir():
@@ -79,33 +82,19 @@ def read_lines(path: Path, kind: str) -> Iterator[tuple[int, list[bytes]]]:
         raise DataError(f"cannot read {kind}: {error.strerror}", location=path) from error
     if not data:
         raise DataError(f"{kind} is empty", location=path, hint="make it again; it should have a line per utterance")
-    for number, line in enumerate(io.BytesIO(data), 1):  # a list of all lines would take many times the file's size
-        parts = line.split(None, 1)
-        if not parts:
-            raise DataError(f"line {number} of {kind} is blank", location=path, hint="remove it")
-        yield number, parts
-
-
-def decode_utf8(data: bytes, path: Path, number: int) -> str:
-    """`data` as text; DataError naming the line where it is not UTF-8."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        message = f"line {number} is not UTF-8 (byte {data[error.start]:#04x})"
-        raise DataError(message, location=path, hint="convert the file to UTF-8") from error
-
-
-def read_keyed_lines(path: Path, kind: str, key_name: str = "utterance") -> Iterator[tuple[int, str, str]]:
-    """(line number, key, the rest) of each line of a table, as `read_lines`; DataError also where a key occurs
-    twice."""
     seen: dict[str, int] = {}
-    for number, parts in read_lines(path, kind):
-        key = decode_utf8(parts[0], path, number)
-        if key in seen:
+    for number, line in enumerate(io.BytesIO(data), 1):  # a list of all lines would take many times the file's size
+        try:
+            key, *rest = (part.decode("utf-8") for part in line.strip().split(None, 1))
+        except UnicodeDecodeError as error:
+            message = f"line {number} is not UTF-8 (byte {error.object[error.start]:#04x})"
+            raise DataError(message, location=path, hint="convert the file to UTF-8") from error
+        except ValueError as error:
+            raise DataError(f"line {number} of {kind} is blank", location=path, hint="remove it") from error
+        if unique and seen.setdefault(key, number) != number:
             message = f"{key_name} {key} occurs twice, in lines {seen[key]} and {number}"
             raise DataError(message, location=path, hint=f"each {key_name} must be unique; remove or rename one")
-        seen[key] = number
-        yield number, key, decode_utf8(parts[1].strip(), path, number) if len(parts) > 1 else ""
+        yield number, key, rest[0] if rest else ""
 
 
 def read_scp(path: Path, *, allow_pipes: bool = False) -> list[ScpEntry]:

@@ -154,10 +154,12 @@ def read_transforms(
         message = f"other transforms than those of the training data: {difference}"
         raise DataError(message, location=path, hint=hint)
     matrix = _read_final_mat(path)
-    if matrix is not None:
-        _check_final_mat(matrix, found, dim, data, find_final_mat(path) or path)
-    else:
-        _check_deltas(path, found, dim, data)
+    file, sees, dims = _raw_dims(path, matrix)
+    if dims and dim not in dims:
+        message = f"features of {dim} dims ({data}) do not fit {sees}, with {found.as_text()}"
+        hint = "give the raw features that the system was trained on, and the splice_opts or delta_opts of its dir; "
+        hint += "features that were written with these transforms (make_fmllr_feats.sh) need no data.transforms"
+        raise DataError(message, location=file, hint=hint)
     if not found.adapted:
         return Transforms(matrix)
     return Transforms(matrix, _read_fmllr(path, matrix is None, found.width(dim), utterances, speakers, data))
@@ -207,7 +209,9 @@ def mismatched_options(transforms: Path | None, alignments: Path, cmvn: str, del
         read["delta_opts"] = ("data.deltas", str(deltas))
     messages = []
     try:
-        if transforms is None and _raw_dim(path) != dim:
+        if transforms is None and not any((path / name).is_file() for name in read):
+            return []
+        if transforms is None and dim not in _raw_dims(path, _read_final_mat(path))[2]:
             return []
         for name, (key, value) in read.items():
             file = _option_file(path, name)
@@ -220,18 +224,18 @@ def mismatched_options(transforms: Path | None, alignments: Path, cmvn: str, del
     return messages
 
 
-def _raw_dim(path: Path) -> int | None:
-    """Dimension of the raw features of the system that made an alignment dir; None where that cannot be known, or the dir
-    has no options."""
-    if not any((path / name).is_file() for name in ("cmvn_opts", "delta_opts")):
-        return None
-    matrix = _read_final_mat(path)
+def _raw_dims(path: Path, matrix: Matrix | None) -> tuple[Path, str, tuple[float, ...]]:
+    """The dims that raw features of a system may have, by `final.mat`, whose last column may be an offset, or by the GMMs;
+    none where that cannot be known. Before them the file that says so, and what it has."""
     if matrix is not None:
-        options, _ = _options_of(path, "splice_opts")
-        return int(matrix.shape[1] // (options["left-context"] + 1 + options["right-context"]))
-    options, _ = _options_of(path, "delta_opts")
-    gmm_dim = read_transition_model(path / "final.mdl").gmm_dim
-    return None if gmm_dim is None else int(gmm_dim // (options["delta-order"] + 1))
+        options, columns = _options_of(path, "splice_opts")[0], matrix.shape[1]
+        frames = options["left-context"] + 1 + options["right-context"]
+        return find_final_mat(path) or path, f"the {columns} columns", (columns / frames, (columns - 1) / frames)
+    file = (_system_dir(path) or path) / "final.mdl"
+    gmm_dim = read_transition_model(file).gmm_dim if file.is_file() else None
+    if gmm_dim is None:
+        return file, "", ()
+    return file, f"the GMMs of {gmm_dim} dims", (gmm_dim / (_options_of(path, "delta_opts")[0]["delta-order"] + 1),)
 
 
 def _system_dir(path: Path) -> Path | None:
@@ -272,35 +276,6 @@ def _checked(values: AnyArray, file: Path, key: str = "") -> Matrix:
         hint = "estimate the transform again"
         raise DataError(f"{key}: {problem}" if key else problem, location=file, hint=hint)
     return matrix
-
-
-def _check_final_mat(matrix: Matrix, config: TransformConfig, dim: int, data: Path, file: Path) -> None:
-    """DataError where the matrix does not take spliced frames of `dim` dims."""
-    frames = config.left_context + 1 + config.right_context
-    spliced, columns = dim * frames, matrix.shape[1]
-    if columns in (spliced, spliced + 1):
-        return
-    message = f"{columns} columns found, {spliced} or {spliced + 1} expected: features of {dim} dims ({data}), spliced "
-    message += f"over {config.left_context}+1+{config.right_context} frames"
-    if dim == len(matrix):
-        hint = f"the features already have the {dim} dims of its output: if they were written with these transforms "
-        hint += "(make_fmllr_feats.sh), remove data.transforms"
-    else:
-        hint = "give the features of which the system was trained, and the splice_opts of its dir"
-    raise DataError(message, location=file, hint=hint)
-
-
-def _check_deltas(path: Path, config: TransformConfig, dim: int, data: Path) -> None:
-    """DataError where features of `dim` dims with deltas are not what the GMMs of the system have, if they can be asked."""
-    file = (_system_dir(path) or path) / "final.mdl"
-    gmm_dim = read_transition_model(file).gmm_dim if file.is_file() else None
-    if gmm_dim is not None and gmm_dim != config.width(dim):
-        message = f"features of {dim} dims ({data}) with {config.as_text()} have {config.width(dim)}, but the GMMs "
-        hint = (
-            "give the raw features that the system was trained on, and the delta_opts of its dir; if the features have "
-        )
-        hint += "been prepared already, remove data.transforms"
-        raise DataError(f"{message}have {gmm_dim} dims", location=file, hint=hint)
 
 
 def fmllr_files(path: Path) -> list[Path]:

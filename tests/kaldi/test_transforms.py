@@ -221,9 +221,12 @@ def no_dir(path: Path) -> None:
 BAD: dict[Callable[[Path], None], tuple[str, str]] = {
     other_columns: (
         "final.mat",
-        r"11 columns found, 16 or 17 expected: features of 4 dims \(.*\), spliced over 1\+1\+2",
+        r"features of 4 dims \(.*\) do not fit the 11 columns, with LDA\+MLLT over 1\+1\+2 frames",
     ),
-    features_of_the_output: ("final.mat", "the features already have the 4 dims of its output.*remove data.transforms"),
+    features_of_the_output: (
+        "final.mat",
+        "features of 4 dims.*written with these transforms .* need no data.transforms",
+    ),
     not_a_number: ("final.mat", "nan in row 2, column 3 of the transform"),
     too_large: ("final.mat", "inf in row 0, column 0 of the transform"),
     cut: ("final.mat", "cut short"),
@@ -263,7 +266,7 @@ def test_transforms_after_deltas_say_that_there_is_no_final_mat(data: Path, tmp_
 def test_features_that_have_deltas_already_are_refused(golden: Path, tmp_path: Path) -> None:
     shutil.copy(golden / "tables/mono.mdl", tmp_path / "final.mdl")
     wide = {name: matrix for name, matrix in iterate_matrices(golden / "transforms/deltas.ark")}
-    said = "features of 39 dims (.*) with deltas of order 2, window 2 have 117, but the GMMs have 39 dims"
+    said = "features of 39 dims (.*) do not fit the GMMs of 39 dims, with deltas of order 2, window 2"
     with pytest.raises(DataError, match=said) as caught:
         transformed(write_data_dir(tmp_path / "data", wide), tmp_path, "none")
     assert caught.value.location == str(tmp_path / "final.mdl")
