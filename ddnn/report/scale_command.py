@@ -151,16 +151,14 @@ def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> S
 
 
 def _check(options: ScaleOptions) -> None:
-    for sizes, option in ((options.workers, "--workers"), (options.fit or (), "--fit")):
-        wrong = [n for n in sizes if not 1 <= n <= MAX_WORKERS]
-        if wrong:
-            raise UserError(f"{wrong[0]} workers found, expected 1 to {MAX_WORKERS:,}", location=option)
-    for name in ("minibatch_size", "averaging_period", "frames", "hours", "bandwidth"):
+    limits = {"workers": (1, MAX_WORKERS), "fit": (1, MAX_WORKERS), "latency": (0.0, 1e6)}
+    limits |= dict.fromkeys(("minibatch_size", "averaging_period", "frames", "hours", "bandwidth"), (1e-3, 1e15))
+    for name, (low, high) in limits.items():
         value = getattr(options, name)
-        if value is not None and not 1e-3 <= value <= 1e15:
-            raise UserError(f"{value:g} found, expected a number above 0", location=f"--{name.replace('_', '-')}")
-    if options.latency is not None and not 0.0 <= options.latency < 1e6:
-        raise UserError(f"{options.latency:g} found, expected seconds", location="--latency")
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and not low <= number <= high:
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{number:g} found, expected a number from {low:g} to {high:g}", location=option)
     if options.frames is not None and options.hours is not None:
         raise UserError("--frames and --hours both given", hint="give one of them")
 
@@ -170,10 +168,9 @@ def _check_runs(runs: Sequence[Run], options: ScaleOptions) -> list[str]:
     Returns the warnings of the latter if they are allowed."""
     for run in runs:
         alone = len(runs) == 1 and run.start is None  # of an older version, but compared with no other run
-        reason = incomparable(run, runs[0])
-        if reason is not None and not alone:
-            hint = "leave it out, or give runs of one network, training data, optimizer, minibatch size, precision and "
-            raise UserError(f"{run.name}: {reason}", location="--measured", hint=hint + "kind of machine")
+        if (reason := incomparable(run, runs[0])) is not None and not alone:
+            hint = "leave it out, or measure all runs under the same conditions: docs/scaling.md"
+            raise UserError(f"{run.name}: {reason}", location="--measured", hint=hint)
     overloaded = [f"{run.name}: {warning}" for run in runs if (warning := overload(run)) is not None]
     if overloaded and not options.allow_overloaded:
         hint = "measure again without other load, or predict from these times anyway with --allow-overloaded"

@@ -4,7 +4,7 @@ docs/scaling.md has the formulas and the symbols that docstrings name. Times are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
@@ -187,104 +187,71 @@ def calibrate(
         if kinds[0] != kinds[1]:
             message = f"{first.source} and {other.source} differ in network, minibatch size or kind of measurement"
             raise UserError(message, hint="give runs of one network and minibatch size, or one file")
-    assumed: list[str] = []
-    times = (_times_of_totals if first.compute is None else _times_of_runs)(measured, assumed)
-    alpha, beta = _message_times(measured, latency, byte_seconds, assumed)
-    variances = [
-        m.block_std**2 / _period(m.job, m.scheme.strategy)
-        for m in measured
-        if m.workers > 1 and m.block_std is not None
-    ]
+    given = {name: value for name, value in (("alpha", latency), ("beta", byte_seconds)) if value is not None}
+    absent = _absent(measured, given)
+    given |= dict.fromkeys(absent, 0.0)
+    equations = [equation for m in measured for equation in _equations(m, first.job.frames)]
+    names = [name for name in ("c", "g", "S", "h", "alpha", "beta") if name not in given]
+    columns = {name: [terms.get(name, 0.0) for *_, terms in equations] for name in names}
+    explained = [sum(given.get(name, 0.0) * factor for name, factor in terms.items()) for *_, terms in equations]
+    values = [max(0.0, value - known) for (value, *_), known in zip(equations, explained, strict=True)]
+    fitted = given | fit_not_negative(columns, values, [scale for _, scale, _ in equations])
+    several = [m for m in measured if m.workers > 1 and m.block_std is not None]
+    variances = [(m.block_std or 0.0) ** 2 / _period(m.job, m.scheme.strategy) for m in several]
     sigma = (fmean(variances) * first.job.averaging_period) ** 0.5 if variances else 0.0
     if not variances:
-        slowest = "waiting for the slowest is part of g and h (sigma = 0)"
-        assumed.append(f"the variation of the workers' times was not measured: {slowest}")
+        absent["sigma"] = (
+            "the variation of the workers' times was not measured: waiting for the slowest is part of g and h"
+        )
+    times = [fitted[name] for name in ("c", "g", "S", "h")]
     final_mean = any(m.final_mean for m in measured)
-    return Calibration(Constants(first.job, *times, sigma, alpha, beta, final_mean), tuple(assumed))
+    constants = Constants(first.job, *times, sigma, fitted["alpha"], fitted["beta"], final_mean)
+    return Calibration(constants, tuple(f"{reason} ({name} = 0)" for name, reason in absent.items()))
 
 
-Times = tuple[float, float, float, float]  # c, g, S and h
-ALL_DIVIDED = "the whole epoch is divided among them (S = 0)"
-
-
-def _times_of_totals(measured: Sequence[Measurement], assumed: list[str]) -> Times:
-    """From totals and communication only, if the computing time was not measured."""
-    sizes = {m.workers for m in measured}
-    if 1 not in sizes or len(sizes) < 2:
+def _absent(measured: Sequence[Measurement], given: Mapping[str, float]) -> dict[str, str]:
+    """The constants that the measurements do not show, which are taken for 0, with the reason. `given`: those of messages
+    that are known. UserError: others cannot do without them."""
+    sizes, totals = {m.workers for m in measured}, measured[0].compute is None
+    several = [m for m in measured if m.workers > 1]
+    sent = {(m.workers, m.scheme.strategy) for m in several if m.comm > 0.0}
+    if totals and (1 not in sizes or not several):
         message = f"times with {', '.join(map(str, sorted(sizes)))} workers found, expected times with 1 and with more"
         raise UserError(message, hint="give the total with one worker, and with two or more")
-    columns = {"c": [m.minibatches for m in measured], "g": [m.minibatches * (m.workers > 1) for m in measured]}
-    if len({m.job.averaging_period for m in measured if m.workers > 1}) > 1:
-        columns["h"] = [m.averagings for m in measured]
-    else:
-        per_minibatch = "additional time without messages is per minibatch (h = 0)"
-        assumed.append(f"only one averaging period was measured: {per_minibatch}")
-    if len(sizes) > 2:
-        columns["S"] = _relative_frames(measured)
-    else:
-        assumed.append(f"fewer than three numbers of workers were measured: {ALL_DIVIDED}")
-    values = [m.seconds - m.comm for m in measured]
-    fitted = fit_not_negative(columns, values, values)
-    return fitted["c"], fitted["g"], fitted.get("S", 0.0), fitted.get("h", 0.0)
-
-
-def _times_of_runs(measured: Sequence[Measurement], assumed: list[str]) -> Times:
-    """From run dirs, which have the computing time."""
-
-    def per_minibatch(part: Sequence[Measurement]) -> float:
-        return sum(m.compute or 0.0 for m in part) / sum(m.minibatches for m in part)
-
-    alone, together = [m for m in measured if m.workers == 1], [m for m in measured if m.workers > 1]
-    compute, contention = per_minibatch(measured), 0.0
-    if not alone:
-        assumed.append("no run with one worker: it would compute as fast as one of several workers (g = 0)")
-    elif not together:
-        as_fast = "several would compute as fast, and averagings cost only messages (g, h = 0)"
-        assumed.append(f"only runs with one worker: {as_fast}")
-    elif per_minibatch(together) > per_minibatch(alone):
-        compute = per_minibatch(alone)
-        contention = per_minibatch(together) - compute
-    columns = {"h": [m.averagings for m in measured]}
-    if len({m.workers for m in measured}) > 1:
-        columns["S"] = _relative_frames(measured)
-    else:
-        assumed.append(f"only one number of workers was measured: {ALL_DIVIDED}")
-    fitted = fit_not_negative(columns, [m.rest or 0.0 for m in measured], [m.seconds for m in measured])
-    return compute, contention, fitted.get("S", 0.0), fitted["h"]
-
-
-def _relative_frames(measured: Sequence[Measurement]) -> list[float]:
-    return [m.job.frames / measured[0].job.frames for m in measured]
-
-
-def _message_times(
-    measured: Sequence[Measurement], latency: float | None, byte_seconds: float | None, assumed: list[str]
-) -> tuple[float, float]:
-    """alpha and beta, from the communication of all measurements with several workers."""
-    if latency is not None and byte_seconds is not None:
-        return latency, byte_seconds
-    several = [m for m in measured if m.workers > 1 and m.comm > 0.0]
-    if not several:
+    if len(given) < 2 and not sent:
         message = "no communication was measured: all runs have one worker"
         raise UserError(message, hint="add a run with two or more workers, or give --latency and --bandwidth")
-    if latency is None and byte_seconds is None and len({(m.workers, m.scheme.strategy) for m in several}) < 2:
-        latency = 0.0
-        assumed.append("communication of only one size was measured: its time is proportional to the bytes (alpha = 0)")
-    messages, sizes = np.array(
-        [
-            m.averagings * _traffic(m.scheme, m.job, m.workers) + m.final_mean * _traffic(EXACT_MEAN, m.job, m.workers)
-            for m in several
-        ]
-    ).T
-    comm = np.array([m.comm for m in several])
-    if latency is not None:
-        rest = np.maximum(0.0, comm - latency * messages)
-        return latency, fit_not_negative({"beta": sizes}, rest, comm)["beta"]
-    if byte_seconds is not None:
-        rest = np.maximum(0.0, comm - byte_seconds * sizes)
-        return fit_not_negative({"alpha": messages}, rest, comm)["alpha"], byte_seconds
-    fitted = fit_not_negative({"alpha": messages, "beta": sizes}, comm, comm)
-    return fitted["alpha"], fitted["beta"]
+    absent = {}
+    if 1 not in sizes or not several:
+        absent["g"] = "not both one worker and several were measured: several compute as fast as one"
+    if not several:
+        absent["h"] = "only runs with one worker: averagings cost only messages"
+    elif totals and len({m.job.averaging_period for m in several}) == 1:
+        absent["h"] = "only one averaging period was measured: additional time without messages is per minibatch"
+    if len(sizes) < 2 + totals:
+        absent["S"] = f"fewer than {2 + totals} numbers of workers were measured: the whole epoch is divided among them"
+    if not given and len(sent) == 1:
+        absent["alpha"] = "communication of only one size was measured: its time is proportional to the bytes"
+    return absent
+
+
+Equation = tuple[float, float, dict[str, float]]
+"""Measured seconds, the seconds that their error is relative to, and how often each constant is in them."""
+
+
+def _equations(m: Measurement, frames: float) -> Iterator[Equation]:
+    """S is that of an epoch of `frames`."""
+    divided = {"c": m.minibatches, "g": m.minibatches * (m.workers > 1)}
+    rest = {"S": m.job.frames / frames, "h": m.averagings}
+    if m.compute is None:
+        yield m.seconds - m.comm, m.seconds - m.comm, divided | rest
+    else:
+        yield m.compute, m.seconds, divided
+        yield m.rest or 0.0, m.seconds, rest
+    if m.workers > 1 and m.comm > 0.0:
+        traffic = m.averagings * _traffic(m.scheme, m.job, m.workers)
+        traffic += m.final_mean * _traffic(EXACT_MEAN, m.job, m.workers)
+        yield m.comm, m.comm, dict(zip(("alpha", "beta"), traffic, strict=True))
 
 
 def fit_not_negative(columns: Mapping[str, ArrayLike], values: ArrayLike, scale: ArrayLike) -> dict[str, float]:

@@ -190,7 +190,7 @@ def test_the_last_mean_of_an_epoch_is_sent_as_float32() -> None:
 
 def test_what_is_not_measured_is_said_to_be_assumed() -> None:
     alone = calibrate([measurement(1)], latency=0.0, byte_seconds=1e-9)
-    assert any("(g, h = 0)" in note for note in alone.assumed)
+    assert all(any(f"({name} = 0)" in note for note in alone.assumed) for name in ("g", "h", "S", "sigma"))
     several = calibrate([measurement(4)])
     assert any("alpha = 0" in note for note in several.assumed)
     assert any("(g = 0)" in note for note in several.assumed)
@@ -334,11 +334,11 @@ def test_any_bytes_are_predicted_from_or_refused(tmp_path: Path, place: int, len
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"workers": (0,)}, "0 workers found, expected 1 to 1,000,000"),
+        ({"workers": (0,)}, "0 found, expected a number from 1 to 1e"),
         ({"fit": (3,)}, "none of these numbers of workers was measured, only 1, 2, 4, 8, 16, 32"),
-        ({"averaging_period": 0}, "0 found, expected a number above 0"),
+        ({"averaging_period": 0}, "0 found, expected a number from 0.001"),
         ({"bandwidth": float("nan")}, "nan found"),
-        ({"latency": -1.0}, "-1 found, expected seconds"),
+        ({"latency": -1.0}, "-1 found, expected a number from 0"),
         ({"frames": 1.0, "hours": 1.0}, "both given"),
         ({"network": "x"}, "dims of a network"),
     ],
