@@ -33,7 +33,7 @@ TOKENS = {
     "recipe": 12_100,
     "report": 13_100,
     "reproduce": 18_750,
-    "runs": 12_900,
+    "runs": 12_800,
     "slurm": 6_950,
     "synth": 5_250,
     "training": 32_950,

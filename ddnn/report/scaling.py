@@ -176,6 +176,9 @@ class Calibration:
     assumed: tuple[str, ...]
 
 
+CONSTANTS = ("c", "g", "S", "h", "alpha", "beta")  # those that are fitted
+
+
 def calibrate(
     measured: Sequence[Measurement], latency: float | None = None, byte_seconds: float | None = None
 ) -> Calibration:
@@ -191,7 +194,7 @@ def calibrate(
     absent = _absent(measured, given)
     given |= dict.fromkeys(absent, 0.0)
     equations = [equation for m in measured for equation in _equations(m, first.job.frames)]
-    names = [name for name in ("c", "g", "S", "h", "alpha", "beta") if name not in given]
+    names = [name for name in CONSTANTS if name not in given]
     columns = {name: [terms.get(name, 0.0) for *_, terms in equations] for name in names}
     explained = [sum(given.get(name, 0.0) * factor for name, factor in terms.items()) for *_, terms in equations]
     values = [max(0.0, value - known) for (value, *_), known in zip(equations, explained, strict=True)]
@@ -203,9 +206,8 @@ def calibrate(
         absent["sigma"] = (
             "the variation of the workers' times was not measured: waiting for the slowest is part of g and h"
         )
-    times = [fitted[name] for name in ("c", "g", "S", "h")]
-    final_mean = any(m.final_mean for m in measured)
-    constants = Constants(first.job, *times, sigma, fitted["alpha"], fitted["beta"], final_mean)
+    c, g, serial, h, alpha, beta = (fitted[name] for name in CONSTANTS)
+    constants = Constants(first.job, c, g, serial, h, sigma, alpha, beta, any(m.final_mean for m in measured))
     return Calibration(constants, tuple(f"{reason} ({name} = 0)" for name, reason in absent.items()))
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from ddnn.runs.rows import (
-    ROWS,
+    ROW,
     EndRow,
     EpochRow,
     EventRow,
@@ -174,35 +174,18 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_row(line: bytes) -> MetricsRow | None:
-    """None for a row of an unknown type; ValueError for what is none."""
+    """None for a row of an unknown type, of a later version; ValueError for what is no row."""
     try:
-        values = json.loads(line, parse_constant=_refuse_constant, parse_float=_parse_float)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON ({error})"[:200]) from error
-    if not isinstance(values, dict):
-        raise ValueError("no JSON object")
-    if not isinstance(values.get("type"), str):
-        raise ValueError("it has no `type` (run dirs of ddnn 0.1 are not read)")
-    if values["type"] not in ROWS:
-        return None
-    try:
-        return ROWS[values["type"]].model_validate(values)
+        return ROW.validate_json(line)
     except ValidationError as error:
         detail = error.errors(include_url=False, include_context=False)[0]
-        key = str(detail["loc"][0])
-        value = "missing" if detail["type"] == "missing" else f"{repr(values.get(key))[:60]} found"
-        raise ValueError(f"{key}: {value}, {detail['msg']}") from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON; null represents values that are not finite")
-
-
-def _parse_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is too large")
-    return value
+        if detail["type"] == "union_tag_invalid":
+            return None
+        if detail["type"] == "union_tag_not_found":
+            raise ValueError("it has no `type` (run dirs of ddnn 0.1 are not read)") from error
+        key = "".join(f"{name}: " for name in detail["loc"][1:2])
+        value = "missing" if detail["type"] == "missing" else f"{repr(detail['input'])[:60]} found"
+        raise ValueError(f"{key}{value}, {detail['msg'][:200]}") from error
 
 
 class MetricsWriter:

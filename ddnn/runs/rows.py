@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    TypeAdapter,
     model_serializer,
     model_validator,
 )
@@ -306,7 +307,9 @@ def throughput(frames: int, seconds: float) -> dict[str, Any]:
     return {"frames": frames, "seconds": seconds, "frames_per_second": frames / max(seconds, 1e-9)}
 
 
-ROWS: dict[str, type[MetricsRow]] = {
-    kind.model_fields["type"].default: kind
-    for kind in (StartRow, EpochRow, WarmupRow, WorkerRow, EventRow, EndRow, PretrainRow)
-}
+ROW: TypeAdapter[MetricsRow] = TypeAdapter(
+    Annotated[
+        StartRow | EpochRow | WarmupRow | WorkerRow | EventRow | EndRow | PretrainRow, Field(discriminator="type")
+    ]
+)
+"""Reads a row of any type."""

@@ -41,6 +41,9 @@ def test_what_is_not_finite_is_null_and_later_versions_may_say_more(tmp_path: Pa
     )
     found = read_metrics(path)
     assert (found.cv[0].loss, found.workers[0].consensus_distance) == (None, None)
+    for written in ("NaN", "-Infinity", "1e999"):  # by another program
+        path.write_text(json.dumps(epoch_row(1, "cv", loss=0.125)).replace("0.125", written) + "\n")
+        assert read_metrics(path).cv[0].loss is None
 
 
 @pytest.mark.parametrize("cut", [1, 20, 100])
@@ -60,14 +63,11 @@ def without(row: dict[str, Any], *keys: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("", "no JSON"),
-        ("[1]", "no JSON object"),
-        ("[" * 100_000, "no JSON"),
-        ('{"type": "epoch", "split": "cv", "epoch": 1, "loss": NaN, "frame_accuracy": 0.5}', "null represents values"),
-        ('{"type": "epoch", "split": "cv", "epoch": 1, "loss": 1e999, "frame_accuracy": 0.5}', "1e999 is too large"),
-        ('{"type": "epoch", "split": "cv", "epoch": 1' + "0" * 5000 + "}", "no JSON"),
+        ("", "Invalid JSON"),
+        ("[1]", "[1] found, Input should be an object"),
+        ("[" * 100_000, "Invalid JSON"),
+        ('{"type": "epoch", "split": "cv", "epoch": 1' + "0" * 5000 + "}", "Invalid JSON"),
         (without(epoch_row(1, "cv"), "type"), "it has no `type` (run dirs of ddnn 0.1 are not read)"),
-        (epoch_row(1, "cv", type=["epoch"]), "it has no `type`"),
         (without(epoch_row(1, "cv"), "split"), "split: missing"),
         (epoch_row(1, ["cv"]), "split: ['cv'] found"),  # type: ignore[arg-type]
         (without(epoch_row(1, "cv"), "loss", "frame_accuracy"), "figures: "),
