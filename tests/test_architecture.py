@@ -25,7 +25,7 @@ TOKENS = {
     "cli": 5_400,
     "data": 15_600,
     "decoding": 9_100,
-    "distributed": 9_760,
+    "distributed": 9_750,
     "inspection": 6_500,
     "kaldi": 20_750,
     "nn": 26_760,

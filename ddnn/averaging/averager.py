@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from ddnn.averaging.strategies import STRATEGIES, AllReduce, AveragingOptions, make_strategy, weighted_mean
-from ddnn.distributed.communicator import CommStats, Communicator
+from ddnn.distributed.communicator import CommStats, StagingBuffer
+from ddnn.distributed.groups import Groups
 from ddnn.distributed.mpi import require_thread_level
-from ddnn.distributed.transport import StagingBuffer
 from ddnn.nn.network import Network
 from ddnn.nn.rbm import Rbm
 from ddnn.optim.sgd import Sgd
@@ -80,7 +80,7 @@ class Timer:
 class EpochCounters:
     """What this worker did since the epoch began: the figures of its row in metrics.jsonl."""
 
-    stats: CommStats  # the communicator's counters as the epoch began
+    stats: CommStats  # the data group's counters as the epoch began
     frames: int = 0  # trained on, as the minibatches
     minibatches: int = 0
     averagings: int = 0
@@ -93,7 +93,7 @@ class Averager:
     """What the training loop calls, and all that a single worker needs: here nothing is averaged.
 
     Args:
-        comm: the communicator of the workers that train together.
+        groups: of these, the models of `data` are averaged.
         network: its flat parameters are averaged in place; the same on every worker.
         optimizer: its momentum is kept, averaged or reset.
 
@@ -111,10 +111,10 @@ class Averager:
     excludes = False
     overlapped = False
 
-    def __init__(self, comm: Communicator, network: Network | Rbm, optimizer: Sgd | Rbm) -> None:
-        self.comm, self.network, self.optimizer = comm, network, optimizer
+    def __init__(self, groups: Groups, network: Network | Rbm, optimizer: Sgd | Rbm) -> None:
+        self.groups, self.network, self.optimizer = groups, network, optimizer
         self.lr_scale = 1.0
-        self.timer, self.counters = Timer(), EpochCounters(comm.stats.copy())
+        self.timer, self.counters = Timer(), EpochCounters(groups.data.stats.copy())
         self.local_request: Callable[[], Request] = lambda: Request.NONE
         self.requested = Request.NONE
         self._interval_started = 0.0
@@ -123,7 +123,7 @@ class Averager:
 
     def begin_epoch(self, num_minibatches: int) -> int:
         """Starts the counters; returns how many of this worker's `num_minibatches` it is to train on. Collective."""
-        self.counters, self._remainder_frames = EpochCounters(self.comm.stats.copy()), 0
+        self.counters, self._remainder_frames = EpochCounters(self.groups.data.stats.copy()), 0
         self.timer.restart()
         self._interval_started = time.perf_counter()
         return num_minibatches
@@ -164,7 +164,7 @@ class Averager:
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's own state within the epoch, for a checkpoint after an averaging or between epochs."""
-        counters, traffic = self.counters, self.comm.stats - self.counters.stats
+        counters, traffic = self.counters, self.groups.data.stats - self.counters.stats
         numbers = [counters.frames, counters.minibatches, counters.averagings, counters.excluded_averagings]
         numbers += [self._remainder_frames, self._index, self._averagings_per_epoch or 0]
         seconds = [*self.timer.seconds.values(), time.perf_counter() - self.timer.started]
@@ -181,7 +181,7 @@ class Averager:
         """Restores `state_dict`, after the parameters were restored."""
         traffic = CommStats(*state["traffic"].tolist())
         traffic.bytes_sent = int(traffic.bytes_sent)
-        self.counters = counters = EpochCounters(self.comm.stats - traffic)
+        self.counters = counters = EpochCounters(self.groups.data.stats - traffic)
         counters.frames, counters.minibatches, counters.averagings, counters.excluded_averagings, *rest = map(
             int, state["counters"].tolist()
         )
@@ -204,7 +204,7 @@ class Averager:
 
     def _count_minibatch(self, frames: int) -> None:
         self.timer.mark("compute")
-        self.comm.watchdog.heartbeat()
+        self.groups.world.watchdog.heartbeat()
         self.counters.minibatches += 1
         self.counters.frames += frames
         self._remainder_frames += frames
@@ -218,15 +218,15 @@ class _SeveralWorkersAverager(Averager):
     def __init__(
         self,
         config: AveragingOptions,
-        comm: Communicator,
+        groups: Groups,
         network: Network | Rbm,
         optimizer: Sgd | Rbm,
     ) -> None:
-        super().__init__(comm, network, optimizer)
-        self.config, self.strategy = config, make_strategy(config, comm)
-        self.lr_scale = float(comm.world_size) if config.scale_learning_rate else 1.0
+        super().__init__(groups, network, optimizer)
+        self.config, self.strategy = config, make_strategy(config, groups.data)
+        self.lr_scale = float(groups.data.world_size) if config.scale_learning_rate else 1.0
         self.parameters = network.parameters
-        self._staging = StagingBuffer(self.parameters, comm.transport, own_buffer=self.overlapped)
+        self._staging = StagingBuffer(self.parameters, groups.data.transport, own_buffer=self.overlapped)
         self.reset()
         self._period, self._request_sync_period = config.averaging_period, 1
         self._prepare()
@@ -242,12 +242,12 @@ class _SeveralWorkersAverager(Averager):
         super().begin_epoch(num_minibatches)
         self.strategy.begin_epoch(self.parameters)
         self.network.parameters_changed()
-        period, known = self._period, self._averagings_per_epoch is not None
-        self._averagings_per_epoch = self.comm.all_reduce_min(num_minibatches // period)
+        world, period, known = self.groups.world, self._period, self._averagings_per_epoch is not None
+        self._averagings_per_epoch = world.all_reduce_min(num_minibatches // period)
         # Gossip has no other message from all to all: there one at each averaging would make every worker wait.
         rare = max(1, min(REQUEST_SYNC_PERIOD, int(REQUEST_SYNC_SECONDS / max(longest, 1e-9))))
-        self._request_sync_period = self.comm.all_reduce_min(rare if self.strategy.gossip else 1)
-        if not known and self.comm.rank == 0:
+        self._request_sync_period = world.all_reduce_min(rare if self.strategy.gossip else 1)
+        if not known and world.rank == 0:
             end = "then the model of rank 0" if self.average_gradient else "and the mean at its end"
             log.info("model averaging: %d per epoch, %s", self._averagings_per_epoch, end)
             if self._averagings_per_epoch == 0:
@@ -256,24 +256,24 @@ class _SeveralWorkersAverager(Averager):
         return num_minibatches
 
     def average_now(self) -> None:
-        finite = _is_finite(self.parameters)
+        finite = self._is_finite(self.parameters)
         with self._staged_parameters() as vector:
-            weighted_mean(self.comm, vector, float(finite))
+            weighted_mean(self.groups.data, vector, float(finite))
         self.reset()
         if not finite:
             self._reset_excluded()
 
     def broadcast(self) -> None:
         with self._staged_parameters() as vector:
-            self.comm.broadcast(vector, 0)
+            self.groups.data.broadcast(vector, 0)
         self.reset()
 
     def reset(self) -> None:
         self.strategy.start(self._staging.copy_in(self.parameters))
 
     def sync_requests(self) -> None:
-        with self.comm.time_as_wait():
-            requests = self.comm.all_gather(torch.tensor([int(self.local_request())]))
+        with self.groups.world.time_as_wait():
+            requests = self.groups.world.all_gather(torch.tensor([int(self.local_request())]))
         self.requested = Request(int(requests.max()))
 
     def shared_state_dict(self) -> dict[str, Tensor]:
@@ -294,9 +294,20 @@ class _SeveralWorkersAverager(Averager):
         epoch, since it may continue for days."""
         if self.counters.excluded_averagings == 0:
             text = "worker %d on %s: its model is not finite and was excluded from averaging %d of the epoch"
-            log.warning(text, self.comm.rank, self.comm.host, self.counters.averagings)
+            log.warning(text, self.groups.world.rank, self.groups.world.host, self.counters.averagings)
         self.counters.excluded_averagings += 1
         self.optimizer.clear_momentum()
+
+    def _replica_norm(self, norm: float) -> float:
+        """The norm of the replica's whole vector, from that of the part that this worker has; not finite where that of any
+        part is not. All of a replica take part in an averaging, or none."""
+        replica = self.groups.replica
+        with replica.time_as_wait():
+            norms = replica.all_gather(torch.tensor([norm], dtype=torch.float64))
+        return math.hypot(*norms.view(-1).tolist())
+
+    def _is_finite(self, vector: Tensor) -> bool:
+        return math.isfinite(self._replica_norm(_norm(vector)))
 
     def _end_interval(self) -> None:
         if self.parameters.device.type == "cuda":
@@ -312,7 +323,7 @@ class BlockingAverager(_SeveralWorkersAverager):
         self._before = torch.empty_like(self.parameters)
         self._norm = 0.0
         averages_momentum = self.config.local_momentum == "average"
-        momentum, transport = self.optimizer.momentum_buffer, self.comm.transport
+        momentum, transport = self.optimizer.momentum_buffer, self.groups.data.transport
         self._momentum_staging = StagingBuffer(momentum, transport) if averages_momentum else None
 
     def after_minibatch(self, frames: int) -> bool:
@@ -338,7 +349,7 @@ class BlockingAverager(_SeveralWorkersAverager):
 
     def _begin_averaging(self) -> float:
         """Keeps the parameters as they are now; returns this worker's weight, the frames of the interval."""
-        self._norm = _norm(self.parameters)
+        self._norm = self._replica_norm(_norm(self.parameters))
         self._before.copy_(self.parameters)
         frames, self._remainder_frames = self._remainder_frames, 0
         return float(frames) if math.isfinite(self._norm) else 0.0
@@ -347,9 +358,9 @@ class BlockingAverager(_SeveralWorkersAverager):
         if self._momentum_staging is None:
             return
         momentum = self.optimizer.momentum_buffer
-        strategy = AllReduce(self.config, self.comm) if self.strategy.remembers else self.strategy
+        strategy = AllReduce(self.config, self.groups.data) if self.strategy.remembers else self.strategy
         with self._momentum_staging.staged(momentum) as vector:
-            strategy.average(vector, self._index, weight if _is_finite(momentum) else 0.0)
+            strategy.average(vector, self._index, weight if self._is_finite(momentum) else 0.0)
 
     def _count_averaging(self, moved: Tensor) -> None:
         """Counts the averaging that has moved the parameters by `moved`, a vector that may be overwritten."""
@@ -357,7 +368,7 @@ class BlockingAverager(_SeveralWorkersAverager):
         if not math.isfinite(self._norm):
             self._reset_excluded()
             return
-        distance = self.strategy.distance_to_mean(_norm(moved))
+        distance = self._replica_norm(self.strategy.distance_to_mean(_norm(moved)))
         self.counters.consensus_distances.append(relative := distance / max(self._norm, 1e-30))
         log.debug("averaging %d of the epoch: relative distance to the mean %.3g", self.counters.averagings, relative)
         if self.config.local_momentum == "reset":
@@ -368,7 +379,7 @@ class BlockingAverager(_SeveralWorkersAverager):
             self.sync_requests()
 
     def end_epoch(self) -> None:
-        finite = _is_finite(self.parameters)
+        finite = self._is_finite(self.parameters)
         weight = float(max(1, self.counters.frames) if finite else 0)
         with self._staged_parameters() as vector:
             self._index += self.strategy.end_epoch(vector, self._index, weight, self._remainder_frames)
@@ -379,12 +390,12 @@ class BlockingAverager(_SeveralWorkersAverager):
 
 class OverlappedAverager(BlockingAverager):
     """Averages on a thread of its own while the next interval is trained; see the module's docstring. While an
-    averaging is pending nothing else may be sent over the communicator, but for what `begin_epoch` sends."""
+    averaging is pending nothing may be sent in any group, but for what `begin_epoch` sends."""
 
     overlapped = True
 
     def _prepare(self) -> None:
-        require_thread_level(self.comm)
+        require_thread_level(self.groups.world)
         super()._prepare()
         self._averaged = torch.empty_like(self.parameters)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
@@ -453,7 +464,7 @@ class GradientAverager(_SeveralWorkersAverager):
 
     def _prepare(self) -> None:
         self.average_gradient, self._period = self._average_gradient, 1
-        self._gradient_staging = StagingBuffer(self.parameters, self.comm.transport)
+        self._gradient_staging = StagingBuffer(self.parameters, self.groups.data.transport)
 
     def begin_epoch(self, num_minibatches: int) -> int:
         """As many minibatches as the worker with the fewest has."""
@@ -463,7 +474,7 @@ class GradientAverager(_SeveralWorkersAverager):
     def _average_gradient(self, gradient: Tensor) -> None:
         """gradient <- the mean over workers."""
         self._end_interval()
-        finite = _is_finite(gradient)
+        finite = self._is_finite(gradient)
         with self._gradient_staging.staged(gradient) as vector:
             self.strategy.average(vector, self._index, float(finite))
         self.counters.averagings += 1
@@ -482,25 +493,19 @@ class GradientAverager(_SeveralWorkersAverager):
 
     def end_epoch(self) -> None:
         with self._staged_parameters() as vector:  # machines of different kinds round differently
-            self.comm.broadcast(vector, 0)
+            self.groups.data.broadcast(vector, 0)
         self.timer.mark("averaging")
 
 
-def make_averager(
-    config: AveragingOptions, comm: Communicator, network: Network | Rbm, optimizer: Sgd | Rbm
-) -> Averager:
-    """The averager of a training with the workers of `comm`. Collective."""
-    if comm.world_size == 1:
-        return Averager(comm, network, optimizer)
+def make_averager(config: AveragingOptions, groups: Groups, network: Network | Rbm, optimizer: Sgd | Rbm) -> Averager:
+    """The averager of a training. Collective."""
+    if groups.world.world_size == 1:
+        return Averager(groups, network, optimizer)
     if STRATEGIES[config.strategy].unit == "gradients":
-        return GradientAverager(config, comm, network, optimizer)
+        return GradientAverager(config, groups, network, optimizer)
     averager = OverlappedAverager if config.overlap else BlockingAverager
-    return averager(config, comm, network, optimizer)
+    return averager(config, groups, network, optimizer)
 
 
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return math.isfinite(_norm(tensor))

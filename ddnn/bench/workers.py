@@ -34,7 +34,8 @@ from ddnn.bench.step import (
 )
 from ddnn.bench.step import log as step_log
 from ddnn.bench.task import NETWORKS, RandomTask, endless, random_task
-from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.groups import Groups
 from ddnn.distributed.launcher import run_distributed
 from ddnn.distributed.mpirun import count_of, in_mpi_job
 from ddnn.distributed.transport import open_transport
@@ -124,8 +125,9 @@ def bench_workers(
     step_log.setLevel(logging.WARNING if comm.rank else logging.INFO)
     task = random_task(NETWORKS[network], on)
     optimizer = NgSgd(task.model.network)
-    alone = Averager(SingleProcess(), task.model.network, optimizer)
-    averaging = make_averager(averaging_options(options), comm, task.model.network, optimizer)
+    groups = Groups.data_parallel(comm)
+    alone = Averager(Groups.data_parallel(groups.replica), task.model.network, optimizer)
+    averaging = make_averager(averaging_options(options), groups, task.model.network, optimizer)
     run_seconds = _timed_steps(task, optimizer, precision)
     slowest = max(comm.all_gather_object(run_seconds(alone, WARM_UP) / WARM_UP))
     # In a training all workers update their Fisher matrices in the same minibatch, also after rank 0 was alone.

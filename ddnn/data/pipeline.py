@@ -29,6 +29,7 @@ from ddnn.data.index import (
 from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_contradictions
 from ddnn.data.source import DataSource, IndexedCorpus, open_source, read_tables
 from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.groups import Groups
 from ddnn.kaldi.alignments import Alignments
 from ddnn.util.text import plural
 
@@ -99,7 +100,7 @@ class TrainingData(DataPlan):
 
 
 def plan_data(config: TrainingDataConfig, workers: int, comm: Communicator) -> DataPlan:
-    """What so many workers will read and hold out. Collective. DataError: damaged or unsuitable input."""
+    """What so many workers will read and hold out, each a shard. Collective. DataError: damaged or unsuitable input."""
     source = open_source(config.corpora, config.reading, comm)
     index, held_out = source.index, config.held_out or CvSelection()
     train, cv, cv_source = list(range(len(index.entries))), list[int](), None
@@ -116,7 +117,7 @@ def plan_data(config: TrainingDataConfig, workers: int, comm: Communicator) -> D
 
 
 def training_data(
-    config: TrainingDataConfig, device: torch.device, comm: Communicator, place: Place | None = None
+    config: TrainingDataConfig, device: torch.device, groups: Groups, place: Place | None = None
 ) -> TrainingData:
     """This worker's frames of all corpora and of what is held out, for training on `device`, where they are kept unless
     `place`, collective, says otherwise before they are loaded. Collective. DataError: damaged or unsuitable input; as
@@ -124,20 +125,21 @@ def training_data(
 
     def load(source: DataSource, shard: list[int]) -> AcousticDataset:
         features_on = device if place is None else place(source, shard)
-        return source.load(shard, comm).to(features_on)
+        return source.load(shard, groups.world).to(features_on)
 
-    plan = plan_data(config, comm.world_size, comm)
-    index, cv_source, shard = plan.index, plan.cv_source, plan.shards[comm.rank]
-    if comm.world_size > 1:
+    rank, num_shards = groups.data.rank, groups.data.world_size
+    plan = plan_data(config, num_shards, groups.world)
+    index, cv_source, shard = plan.index, plan.cv_source, plan.shards[rank]
+    if num_shards > 1:
         sizes = [int(index.num_frames[shard].sum()) for shard in plan.train_shards]
-        log.info("shards of %s to %s frames for %d workers", f"{min(sizes):,}", f"{max(sizes):,}", comm.world_size)
+        log.info("shards of %s to %s frames for %d workers", f"{min(sizes):,}", f"{max(sizes):,}", num_shards)
     dataset = load(plan.source, shard)
     train = dataset.subset(local_positions(shard, plan.train_utterances))
     if cv_source is None:
         cv = dataset.subset(local_positions(shard, plan.held_out))
     else:
         cv_frames = cv_source.index.num_frames
-        cv_shard = assign_shards(cv_frames, range(len(cv_frames)), comm.world_size)[comm.rank]
+        cv_shard = assign_shards(cv_frames, range(len(cv_frames)), num_shards)[rank]
         cv = load(cv_source, cv_shard).subset(range(len(cv_shard)))
     return TrainingData(**vars(plan), dataset=dataset, device=device, train=train, cv=cv, normalize=config.normalize)
 

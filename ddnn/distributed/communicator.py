@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ddnn.distributed.watchdog import NoWatchdog
+from ddnn.util.system import use_device
 
 SUMMED = (torch.float32, torch.float64, torch.int64)
 SENT = (*SUMMED, torch.int16, torch.uint8)
@@ -92,6 +93,18 @@ class Communicator:
         self.stats = CommStats()
         self._waits = False
         self._workspaces: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
+
+    def split(self, color: int, key: int) -> Communicator:
+        """The workers that pass the same `color`, as a group of their own: ranked by `key`, where it is equal by their
+        rank here. It has the watchdog that this one has now, and counts what it sends in `stats` of its own, so that
+        averaging can be told from what the workers of a network exchange. Counts as waiting."""
+        with self.time_as_wait(), self._timed(0):
+            group = self._split(color, key)
+        group.watchdog = self.watchdog
+        return group
+
+    def _split(self, color: int, key: int) -> Communicator:
+        return SingleProcess(self.host)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """tensor <- the sum of all workers' tensors: the same bits on each."""
@@ -207,3 +220,56 @@ class SingleProcess(Communicator):
     @contextmanager
     def _timed(self, bytes_sent: int) -> Iterator[None]:
         yield
+
+
+class StagingBuffer:
+    """Between a worker's parameters and the tensor that the strategies work on and that is exchanged.
+
+    On the CPU, and where GPU memory is exchanged itself, the two are the same tensor, nothing is copied, and `buffer`
+    is None, unless an own one is wanted, for an exchange beside training. By transport host a GPU's parameters go
+    through a buffer in pinned host memory."""
+
+    def __init__(self, parameters: Tensor, transport: Transport, own_buffer: bool = False) -> None:
+        """`parameters`: (num_parameters,), of the size, dtype and device of all that will be copied in and out."""
+        self.device = parameters.device
+        self.buffer: Tensor | None = None
+        if parameters.is_cuda and transport == "host":
+            self.buffer = torch.empty(parameters.shape, dtype=parameters.dtype, pin_memory=True)
+        elif own_buffer:
+            self.buffer = torch.empty_like(parameters)
+        self._stream: torch.cuda.Stream | None = None
+
+    def copy_in(self, parameters: Tensor) -> Tensor:
+        """The tensor to work on, holding the parameters: their copy once it is complete, or they themselves."""
+        if self.buffer is None:
+            return parameters
+        self.buffer.copy_(parameters.detach(), non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return self.buffer
+
+    @torch.no_grad()
+    def copy_out(self, parameters: Tensor) -> None:
+        """parameters <- what the strategies made of the buffer; it may be changed once this has returned."""
+        if self.buffer is not None:
+            parameters.copy_(self.buffer)
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """For a thread that exchanges what was copied in while another trains: its GPU work in this block goes into a
+        stream of its own, else both would wait for each other, and is done at the end. On the CPU: nothing."""
+        if self.device.type != "cuda":
+            yield
+            return
+        use_device(self.device)
+        self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    @contextmanager
+    def staged(self, parameters: Tensor) -> Iterator[Tensor]:
+        """The tensor to work on in a block, at whose end the parameters become what it then holds."""
+        vector = self.copy_in(parameters)
+        yield vector
+        self.copy_out(parameters)

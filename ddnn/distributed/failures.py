@@ -13,11 +13,14 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ddnn.distributed.launcher_file import append
 from ddnn.distributed.signals import EXIT_KILLED, EXIT_RESUMABLE
 from ddnn.util.errors import exit_code, user_message
+
+if TYPE_CHECKING:  # it imports torch, which the launcher does without
+    from ddnn.distributed.communicator import Communicator
 
 DUPLICATE_MESSAGE_DELAY = 1.0
 """Seconds that the other workers keep back an error of the user's: most are met by all at once, and one message is
@@ -66,21 +69,8 @@ def read_reports(entries: Iterable[Mapping[str, Any]], killed: bool = False) -> 
     return WorkerReports(tuple(messages.values()), hung, stacks, first)
 
 
-class Worker(Protocol):
-    """What is used of `ddnn.distributed.communicator.Communicator`, whose module imports torch."""
-
-    rank: int
-    world_size: int
-    host: str
-    watchdog: Any
-
-    def try_barrier(self, timeout: float) -> bool: ...
-
-    def abort(self, exit_code: int) -> None: ...
-
-
 @contextmanager
-def abort_all_on_error(comm: Worker) -> Iterator[None]:
+def abort_all_on_error(comm: Communicator) -> Iterator[None]:
     """What runs in this block, on whichever worker it raises, ends every worker, with a message that names the one.
 
     An error of the user's prints its `user_message` and ends the job with its exit code, any other its traceback and 1,
@@ -103,7 +93,7 @@ def abort_all_on_error(comm: Worker) -> Iterator[None]:
         threading.excepthook = previous
 
 
-def message_and_code(comm: Worker, error: BaseException) -> tuple[str, int]:
+def message_and_code(comm: Communicator, error: BaseException) -> tuple[str, int]:
     """What to print of an error in this worker, and the exit code of the job."""
     worker = f"ddnn: worker {comm.rank} on {comm.host}: "
     if isinstance(error, KeyboardInterrupt):
@@ -123,7 +113,7 @@ def message_and_code(comm: Worker, error: BaseException) -> tuple[str, int]:
     return f"{worker}{type(error).__name__}: {error}\n{trace}", 1
 
 
-def _abort(comm: Worker, error: BaseException) -> None:
+def _abort(comm: Communicator, error: BaseException) -> None:
     """Prints the error and ends this worker and all others; returns only from a SystemExit of success."""
     message, code = message_and_code(comm, error)
     if code == 0:

@@ -53,8 +53,7 @@ def _memory(tensor: Tensor) -> Any:
 
 
 class MpiCommunicator(Communicator):
-    """The workers of a communicator of mpi4py, which becomes this one's own: nobody else may send over it. A group of
-    workers (the columns of a layer, a stage) is `MpiCommunicator(world.mpi_comm.Split(color, key))`."""
+    """The workers of a communicator of mpi4py, which becomes this one's own: nobody else may send over it."""
 
     def __init__(self, mpi_comm: Any) -> None:
         from mpi4py import MPI
@@ -64,6 +63,9 @@ class MpiCommunicator(Communicator):
         local = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=mpi_comm.rank)
         self.local_rank, self.local_size = local.rank, local.size
         local.Free()
+
+    def _split(self, color: int, key: int) -> Communicator:
+        return MpiCommunicator(self.mpi_comm.Split(color, key))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)

@@ -19,7 +19,7 @@ from ddnn.distributed.communicator import Communicator, TensorBackend, Transport
 from ddnn.distributed.mpi import MpiCommunicator
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.util.errors import UserError
-from ddnn.util.system import device_identity, use_device
+from ddnn.util.system import device_identity
 
 _store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, but its stub does not say so
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -117,59 +117,6 @@ def cuda_aware(communicator: Any, environment: Mapping[str, str] = os.environ) -
         failed = int(library.MPIX_GPU_query_support(cuda, ctypes.byref(flag)))
         return failed == 0 and flag.value == 1, f"{version}: MPIX_GPU_query_support(CUDA) is {flag.value}"
     return False, f"{version}: has no way to ask"
-
-
-class StagingBuffer:
-    """Between a worker's parameters and the tensor that the strategies work on and that is exchanged.
-
-    On the CPU, and where GPU memory is exchanged itself, the two are the same tensor, nothing is copied, and `buffer`
-    is None, unless an own one is wanted, for an exchange beside training. By transport host a GPU's parameters go
-    through a buffer in pinned host memory."""
-
-    def __init__(self, parameters: Tensor, transport: Transport, own_buffer: bool = False) -> None:
-        """`parameters`: (num_parameters,), of the size, dtype and device of all that will be copied in and out."""
-        self.device = parameters.device
-        self.buffer: Tensor | None = None
-        if parameters.is_cuda and transport == "host":
-            self.buffer = torch.empty(parameters.shape, dtype=parameters.dtype, pin_memory=True)
-        elif own_buffer:
-            self.buffer = torch.empty_like(parameters)
-        self._stream: torch.cuda.Stream | None = None
-
-    def copy_in(self, parameters: Tensor) -> Tensor:
-        """The tensor to work on, holding the parameters: their copy once it is complete, or they themselves."""
-        if self.buffer is None:
-            return parameters
-        self.buffer.copy_(parameters.detach(), non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return self.buffer
-
-    @torch.no_grad()
-    def copy_out(self, parameters: Tensor) -> None:
-        """parameters <- what the strategies made of the buffer; it may be changed once this has returned."""
-        if self.buffer is not None:
-            parameters.copy_(self.buffer)
-
-    @contextmanager
-    def side_stream(self) -> Iterator[None]:
-        """For a thread that exchanges what was copied in while another trains: its GPU work in this block goes into a
-        stream of its own, else both would wait for each other, and is done at the end. On the CPU: nothing."""
-        if self.device.type != "cuda":
-            yield
-            return
-        use_device(self.device)
-        self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
-
-    @contextmanager
-    def staged(self, parameters: Tensor) -> Iterator[Tensor]:
-        """The tensor to work on in a block, at whose end the parameters become what it then holds."""
-        vector = self.copy_in(parameters)
-        yield vector
-        self.copy_out(parameters)
 
 
 class ProcessGroupBackend(TensorBackend):

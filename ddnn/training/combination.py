@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sized
 import torch
 from torch import Tensor
 
-from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.groups import Groups
 from ddnn.nn.network import Network, tensor_like
 from ddnn.runs.checkpoint import prefixed, unprefixed
 from ddnn.util.errors import DataError
@@ -159,10 +159,10 @@ class MovingAverage(Combination):
         kept, kept_weight: the same after the last accepted epoch, float32; from there it goes on after a rejected one.
     """
 
-    def __init__(self, network: Network, comm: Communicator, batches: Sized, *, epochs: float, period: int) -> None:
+    def __init__(self, network: Network, groups: Groups, batches: Sized, *, epochs: float, period: int) -> None:
         """`batches`: this worker's minibatches of the epoch under way."""
         super().__init__()
-        self.network, self.comm, self.batches, self.epochs, self.period = network, comm, batches, epochs, period
+        self.network, self.groups, self.batches, self.epochs, self.period = network, groups, batches, epochs, period
         self.kept, self.mean = network.parameters.clone(), network.parameters.double()
         self.weight, self.kept_weight, self._minibatches = 0.0, 0.0, 0
 
@@ -179,11 +179,12 @@ class MovingAverage(Combination):
     def end_epoch(self) -> None:
         if self._minibatches or not self.weight:  # without weight: a worker that has no minibatch
             self._add()
-        if not bool(self.mean.isfinite().all()):  # of a worker whose model was not, until it was excluded
+        finite = bool(self.mean.isfinite().all())  # not of a worker whose model was not, until it was excluded
+        if not self.groups.replica.all_reduce_min(finite):
             self.mean.copy_(self.network.parameters)
         mean = self.mean.cpu()
-        self.comm.all_reduce(mean)
-        self.mean.copy_(mean.div_(self.comm.world_size))
+        self.groups.data.all_reduce(mean)
+        self.mean.copy_(mean.div_(self.groups.data.world_size))
 
     def keep(self, epoch: int, loss: float) -> None:
         self.kept.copy_(self.mean)

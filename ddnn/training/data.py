@@ -16,7 +16,8 @@ from ddnn.data.pipeline import (
     training_data,
 )
 from ddnn.data.source import DataSource
-from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import describe_sizes
 from ddnn.recipe.schema import Recipe
@@ -28,17 +29,17 @@ from ddnn.training.network_layers import describe_parameters, network_layers
 from ddnn.util.text import duration, plural
 
 
-def load_data(recipe: Recipe, device: torch.device, comm: Communicator, *, held_out: bool = True) -> TrainingData:
-    """What the workers of `comm` train on, computing on `device`. `held_out`: see `options.data_config`. Collective. Raises
+def load_data(recipe: Recipe, device: torch.device, groups: Groups, *, held_out: bool = True) -> TrainingData:
+    """What this worker trains on, computing on `device`. `held_out`: see `options.data_config`. Collective. Raises
     as `training_data` and `place_features`."""
     on_host = recipe.data.feature_device == "cpu"
 
     def place(source: DataSource, utterances: Sequence[int]) -> torch.device:
         input_dim = source.width * (2 * recipe.data.splice + 1)
-        memory = options.estimate_memory(recipe, input_dim, source.index.num_pdfs, comm.world_size)
-        return place_features(memory, source, utterances, device, comm, on_host=on_host)
+        memory = options.estimate_memory(recipe, input_dim, source.index.num_pdfs, groups.data.world_size)
+        return place_features(memory, source, utterances, device, groups.world, on_host=on_host)
 
-    return training_data(options.data_config(recipe, held_out=held_out), device, comm, place)
+    return training_data(options.data_config(recipe, held_out=held_out), device, groups, place)
 
 
 def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticModel | None = None) -> list[str]:

@@ -16,7 +16,7 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import MAX_LIST_BYTES
 from ddnn.data.pipeline import TrainingData
 from ddnn.data.source import DataSource
-from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.groups import Groups
 from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, find_nnet1, nnet1_features, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
@@ -216,20 +216,20 @@ def warn_of_known_utterances(
 
 
 def initial_model(
-    recipe: Recipe, data: TrainingData, dbn: AcousticModel | None, trained: AcousticModel | None, comm: Communicator
+    recipe: Recipe, data: TrainingData, dbn: AcousticModel | None, trained: AcousticModel | None, groups: Groups
 ) -> AcousticModel:
     """The model that training starts from, on the CPU: random, or on the DBN that was trained or that the recipe names,
     or `trained`, that of `init.model`. Collective."""
-    if comm.rank == 0:
+    if groups.world.rank == 0:
         warn_of_random_frozen_layers(recipe)
     if trained is not None and isinstance(recipe.init, TrainedModelConfig):
-        if comm.rank == 0:
+        if groups.world.rank == 0:
             warn_of_known_utterances(recipe, data.source, data.cv_source, data.cv_index().utterances)
         return _continued(recipe, recipe.init, trained, data)
     if recipe.init == "rbm" and recipe.pretrain.dbn is not None:
         dbn = load_dbn(recipe, recipe.pretrain.dbn)
         dbn.check_features(data.dataset.dim, recipe.pretrain.dbn)
-    transform = input_transform(data, comm) if dbn is None else dbn.transform.to(CPU)
+    transform = input_transform(data, groups.data) if dbn is None else dbn.transform.to(CPU)
     layers = network_layers(recipe, transform.output_dim, data.index.num_pdfs, on_dbn=dbn is not None)
     network = Network(layers)
     initialize(network, recipe.seed)

@@ -26,10 +26,10 @@ from ddnn.data.pipeline import (
     TrainingData,
 )
 from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.distributed.launcher import read_restart
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.distributed.transport import open_transport
-from ddnn.distributed.watchdog import Watchdog
 from ddnn.kaldi.alignments import kaldi_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.network import Workspace, noise_generator
@@ -77,15 +77,15 @@ class Job:
 
     recipe: Recipe  # with as many workers as there are
     recipe_text: str  # resolved but for `precision: auto`, which the run dir's recipe.yaml does not keep
-    comm: Communicator
+    groups: Groups
     run: RunDir  # locked, with its log
     shutdown: GracefulShutdown  # whether the job was asked to stop
     device: torch.device  # where this worker computes
 
-    def checkpoint_policy(self, run: RunDir, comm: Communicator) -> CheckpointPolicy:
-        """Checkpoints of the workers of `comm` in `run`, as often as the recipe says."""
+    def checkpoint_policy(self, run: RunDir, world: Communicator) -> CheckpointPolicy:
+        """Checkpoints of these workers in `run`, as often as the recipe says."""
         config = self.recipe.checkpoint
-        store = CheckpointStore(run.path / CHECKPOINTS, config.keep_last, comm)
+        store = CheckpointStore(run.path / CHECKPOINTS, config.keep_last, world)
         return CheckpointPolicy(store, self.shutdown, run, config.interval_minutes, config.interval_minibatches)
 
 
@@ -112,15 +112,15 @@ def run_training(
                 hint = f"the last good model is {best}; " if best.exists() else ""
                 hint += f"lower schedule.initial_learning_rate or average more often; {trainer.hint}"
                 raise DivergedError(error.message, location=run_dir, hint=hint) from error
-        job.comm.watchdog.disable()  # a slow disk is no hang
+        job.groups.world.watchdog.disable()  # a slow disk is no hang
         job.run.set_status(epoch=trainer.progress.epoch)
         end = trainer.end_row()
         job.run.record(end)
         job.run.finish(model.to(torch.device("cpu")), keep_checkpoint=trainer.may_be_longer)
-        job.comm.barrier()  # no worker ends before the model is written
+        job.groups.world.barrier()  # no worker ends before the model is written
         log.info("finished: %s, %s", run_dir / FINAL, end.summary)
         with suppress(DataError):  # damaged meanwhile: the model is written all the same
-            if job.comm.rank == 0 and (warning := read_metrics(run_dir / METRICS).warning):
+            if job.groups.world.rank == 0 and (warning := read_metrics(run_dir / METRICS).warning):
                 log.warning(warning)
     if trainer.learned_nothing and not isinstance(recipe.init, TrainedModelConfig):
         message = "the training learned nothing: its model is no better than one that ignores its input, neither in "
@@ -148,35 +148,34 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: C
     options.check_pretrains(recipe)
     with open_job("pretraining", recipe, run_dir, device, comm or SingleProcess(), resume=True) as job:
         if read_restart() is not None:
-            job.run.record(resume_event(None, job.run, job.comm))
+            job.run.record(resume_event(None, job.run, job.groups.world))
         if replicated_dbn(job, job.run) is None:
-            train_dbn(job, job.run, job.comm)
-        job.comm.barrier()
+            train_dbn(job, job.run, job.groups)
+        job.groups.world.barrier()
         log.info("finished: %s; to train on it: %s", run_dir / DBN, run_status.dbn_settings(run_dir))
 
 
 @contextmanager
 def open_job(
-    kind: Kind, recipe: Recipe, run_dir: Path, device: str, comm: Communicator, *, resume: bool
+    kind: Kind, recipe: Recipe, run_dir: Path, device: str, world: Communicator, *, resume: bool
 ) -> Iterator[Job]:
     """Locks the run dir, starts log, watchdog and signal handling, opens the transport of GPUs' parameters for all that
     the job trains, and records how it ends. Collective. Where a
     signal has ended it, raises TrainingInterrupted if there is something to resume from, else SystemExit."""
-    recipe = options.with_world_size(recipe, comm.world_size)
+    recipe = options.with_world_size(recipe, world.world_size)
     text = dump_recipe(recipe) if kind == "training" else pretraining_recipe(recipe)
     # Rank 0 logs everything and shows progress, the others log warnings only.
-    logging.getLogger("ddnn").setLevel(min(terminal_level(), logging.INFO) if comm.rank == 0 else logging.WARNING)
-    only_first_worker_shows(comm.rank)
-    with GracefulShutdown(verbose=comm.rank == 0) as shutdown:
-        if comm.world_size > 1:
-            comm.watchdog = Watchdog(comm.rank, comm.host, recipe.parallel.hang_timeout)
+    logging.getLogger("ddnn").setLevel(min(terminal_level(), logging.INFO) if world.rank == 0 else logging.WARNING)
+    only_first_worker_shows(world.rank)
+    with GracefulShutdown(verbose=world.rank == 0) as shutdown:
+        groups = Groups.data_parallel(world, recipe.parallel.hang_timeout)
         tensorboard = recipe.log.tensorboard
-        run = open_run_dir(run_dir, comm, kind, resume=resume, recipe=text, tensorboard=tensorboard)
+        run = open_run_dir(run_dir, world, kind, resume=resume, recipe=text, tensorboard=tensorboard)
         run.log_interval = 60.0 * recipe.log.interval_minutes
         try:
-            chosen = assign_device(recipe, device, comm)
-            with open_transport(recipe.parallel.gpu_transport, chosen, comm):
-                yield Job(recipe, text, comm, run, shutdown, chosen)
+            chosen = assign_device(recipe, device, world)
+            with open_transport(recipe.parallel.gpu_transport, chosen, groups.data):
+                yield Job(recipe, text, groups, run, shutdown, chosen)
         except (TrainingInterrupted, InterruptedBeforeTraining) as stopped:
             name = stopped.signal_name
             if newest_checkpoint(run_dir) is None:
@@ -185,7 +184,7 @@ def open_job(
                 raise SystemExit(128 + int(number)) from stopped
             message = f"stopped on {name}; resume with: {resume_command(run_dir, kind)}"
             run.close(TrainingInterrupted(name), message)
-            if comm.rank == 0:
+            if world.rank == 0:
                 with suppress(OSError):  # nobody may be listening any more
                     os.write(2, f"ddnn: {message}\n".encode())
             raise TrainingInterrupted(name) from stopped
@@ -193,21 +192,21 @@ def open_job(
             run.close(error)
             raise
         finally:
-            comm.watchdog.disable()
+            world.watchdog.disable()
             run.close()
 
 
-def assign_device(recipe: Recipe, device: str, comm: Communicator) -> torch.device:
+def assign_device(recipe: Recipe, device: str, world: Communicator) -> torch.device:
     """Where this worker computes; UserError if two would share a GPU and the recipe does not allow it. Collective."""
-    chosen = choose_device(device, comm.local_rank, threads=recipe.parallel.cpu_threads)
-    identities = comm.all_gather_object([comm.rank, comm.host, device_identity(chosen)])
+    chosen = choose_device(device, world.local_rank, threads=recipe.parallel.cpu_threads)
+    identities = world.all_gather_object([world.rank, world.host, device_identity(chosen)])
     check_devices(identities, recipe.parallel.oversubscribe_gpus)
     log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, chosen, platform.python_version())
     allow_tf32(recipe.allow_tf32, chosen)
-    devices = comm.all_gather_object(f"{comm.rank}: {comm.host} {chosen}")
-    if comm.world_size > 1:
+    devices = world.all_gather_object(f"{world.rank}: {world.host} {chosen}")
+    if world.world_size > 1:
         parallel = recipe.parallel
-        log.info("%d workers (%s)", comm.world_size, ", ".join(devices))
+        log.info("%d workers (%s)", world.world_size, ", ".join(devices))
         log.info(
             "strategy %s, averaging period %d minibatches, sent as %s%s",
             *(parallel.strategy, parallel.averaging_period, parallel.comm_dtype),
@@ -219,33 +218,33 @@ def assign_device(recipe: Recipe, device: str, comm: Communicator) -> torch.devi
 def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) -> Trainer:
     """Loads this worker's data and makes all parts of its training, new or as a checkpoint has them; `trained`: the
     model of `init.model`. Collective."""
-    recipe, run, comm = job.recipe, job.run, job.comm
-    checkpoints = job.checkpoint_policy(run, comm)
-    with run.may_refuse_resume(comm, RecipeError):
-        loaded = load_latest(checkpoints.store, recipe, comm) if resume else None
+    recipe, run, groups, world = job.recipe, job.run, job.groups, job.groups.world
+    checkpoints = job.checkpoint_policy(run, world)
+    with run.may_refuse_resume(world, RecipeError):
+        loaded = load_latest(checkpoints.store, recipe) if resume else None
     if loaded is None:
         run.truncate_after(-1)
     needs_dbn = loaded is None and recipe.init == "rbm" and recipe.pretrain.dbn is None
-    with run.may_refuse_resume(comm):
+    with run.may_refuse_resume(world):
         pretraining = run.pretraining(pretraining_recipe(recipe)) if needs_dbn else None
     if loaded is None:
         run.write_recipe(job.recipe_text)
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
-    data = load_data(job.recipe, job.device, comm)
+    data = load_data(job.recipe, job.device, groups)
     options.require_minibatch(data.index, "minibatch_size", options.minibatch_sizes(recipe).end, data.train_shards)
-    identity = data_identity(data, comm)
+    identity = data_identity(data, groups.data)
     if pretraining is not None and dbn is None:
-        dbn = train_dbn(job, pretraining, comm, data)
+        dbn = train_dbn(job, pretraining, groups, data)
     if loaded is None:
-        model = initial_model(recipe, data, dbn, trained, comm)
+        model = initial_model(recipe, data, dbn, trained, groups)
     else:
-        with run.may_refuse_resume(comm):
+        with run.may_refuse_resume(world):
             check_same_data(loaded.metadata.data, identity, recipe, loaded.location)
         model = loaded.model()
         model.check_features(data.dataset.dim, data.source.parts[0].corpus.data)
         run.truncate_after(loaded.metadata.epoch)
     if resume and (loaded is not None or read_restart() is not None):
-        run.record(resume_event(loaded, run, comm))
+        run.record(resume_event(loaded, run, world))
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
     run.write_cv_utterances(data.cv_index().utterances)
     network = model.network.to(job.device).with_frozen(frozen_layers(recipe, model.network.layers))
@@ -253,7 +252,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)
     # Only now: a resume that is refused changes nothing.
     run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
-    trainer.baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, comm)
+    trainer.baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, groups.data)
     run.record(start_row(trainer, data, describe_parameters(recipe, network.layers)))
     progress, epochs = trainer.progress, trainer.schedule.max_epochs
     run.set_status(
@@ -263,10 +262,10 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     return trainer
 
 
-def resume_event(loaded: LoadedCheckpoint | None, run: RunDir, comm: Communicator) -> EventRow:
+def resume_event(loaded: LoadedCheckpoint | None, run: RunDir, world: Communicator) -> EventRow:
     """From where this job resumes, and why, if the launcher has restarted it."""
     epoch, minibatch = (0, 0) if loaded is None else (loaded.metadata.epoch, loaded.metadata.minibatch)
-    resumed = EventRow(event="resumed", epoch=epoch, minibatch=minibatch, world_size=comm.world_size)
+    resumed = EventRow(event="resumed", epoch=epoch, minibatch=minibatch, world_size=world.world_size)
     restart, died = read_restart(), run.previous
     if restart is None:
         return resumed
@@ -285,17 +284,17 @@ def assemble_trainer(
     loaded: LoadedCheckpoint | None,
 ) -> Trainer:
     """Chooses the parts of the training of `model`, each once; restores them if there is a checkpoint. Collective."""
-    recipe, comm, network, sizes = job.recipe, job.comm, model.network, options.minibatch_sizes(job.recipe)
+    recipe, groups, network, sizes = job.recipe, job.groups, model.network, options.minibatch_sizes(job.recipe)
     optimizer = make_optimizer(options.optimizer_options(recipe.optimizer), network)
     averaging = options.averaging_options(recipe.parallel, recipe.optimizer.momentum)
-    averager = make_averager(averaging, comm, network, optimizer)
+    averager = make_averager(averaging, groups, network, optimizer)
     averager.broadcast()
     if recipe.optimizer.name == "ng-sgd" and recipe.optimizer.max_change_scope != "local":
         optimizer.included_lr_scale = averager.lr_scale
     precision = recipe.precision if loaded is None else loaded.metadata.precision
-    arithmetic = choose_arithmetic(precision, network, sizes.start, comm, resumed=loaded is not None)
-    workspace = Workspace(network, sizes.end, arithmetic, noise_generator(network, recipe.seed, comm.rank))
-    seeds, prefetch, mark = (recipe.seed, comm.rank), job.device.type == "cuda", averager.timer.mark
+    arithmetic = choose_arithmetic(precision, network, sizes.start, groups.world, resumed=loaded is not None)
+    workspace = Workspace(network, sizes.end, arithmetic, noise_generator(network, recipe.seed, groups.data.rank))
+    seeds, prefetch, mark = (recipe.seed, groups.data.rank), job.device.type == "cuda", averager.timer.mark
     sampler = ShuffledSampler(data.train, sizes.start, *seeds, recipe.randomizer_size, prefetch=prefetch)
     kernel = arithmetic.gather_kernel
     batches = make_batch_loader(data.train, model.transform, sampler, out=workspace.x, gather_kernel=kernel, mark=mark)
@@ -312,10 +311,10 @@ def assemble_trainer(
         eager_step=eager,
         step=make_step(eager, batches.sample, scaled_lr, graphs=recipe.cuda_graphs == "auto"),
         averager=averager,
-        combination=options.make_combination(recipe, network, comm, batches),
+        combination=options.make_combination(recipe, network, groups, batches),
         checkpoints=checkpoints,
         run=job.run,
-        warmup=recipe.parallel.warmup if comm.world_size > 1 else "none",
+        warmup=recipe.parallel.warmup if groups.data.world_size > 1 else "none",
         warmup_minibatches=recipe.parallel.warmup_minibatches,
         recipe=job.recipe_text,
         data=identity,
@@ -328,26 +327,27 @@ def assemble_trainer(
 
 def start_row(trainer: Trainer, data: TrainingData, parameters: str) -> StartRow:
     """What this start of the training found, which is also logged, as the `parameters` in words. Collective."""
-    comm, scale = trainer.comm, trainer.averager.lr_scale
-    train_frames, cv_frames = map(sum, zip(*comm.all_gather_object([len(data.train), len(data.cv)]), strict=True))
+    groups, world, scale = trainer.groups, trainer.groups.world, trainer.averager.lr_scale
+    frames = groups.data.all_gather_object([len(data.train), len(data.cv)])
+    train_frames, cv_frames = map(sum, zip(*frames, strict=True))
     log.info(
         "%s; %s training frames, %s cross-validation frames; learning rates%s multiply the gradient summed "
         "over %d frames%s",
         *(parameters, f"{train_frames:,}", f"{cv_frames:,}"),
         f" times {scale:g}" if scale > 1 else "",
-        *(trainer.minibatch_size, " of each worker" if comm.world_size > 1 else ""),
+        *(trainer.minibatch_size, " of each worker" if groups.data.world_size > 1 else ""),
     )
     train_digest, cv_digest = split_digests(data)
-    kinds, cores_per_worker = compute_resources(comm.all_gather_object(compute_units(data.device, comm.host)))
+    kinds, cores_per_worker = compute_resources(world.all_gather_object(compute_units(data.device, world.host)))
     return StartRow(
         epoch=trainer.progress.epoch,
         date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         command=printable(shlex.join(["ddnn", *sys.argv[1:]]))[:1000],
         version=f"ddnn {__version__}, torch {torch.__version__}",
-        host=comm.host,
+        host=world.host,
         machine=kinds,
         precision=trainer.precision,
-        world_size=comm.world_size,
+        world_size=world.world_size,
         cpu_threads=torch.get_num_threads(),
         cores_per_worker=cores_per_worker,
         learning_rate_scale=scale,
@@ -359,28 +359,28 @@ def start_row(trainer: Trainer, data: TrainingData, parameters: str) -> StartRow
     )
 
 
-def train_dbn(job: Job, run: RunDir, comm: Communicator, data: TrainingData | None = None) -> AcousticModel:
-    """A DBN trained by the workers of `comm` on `data`, or on the whole corpus, which is loaded. Collective."""
+def train_dbn(job: Job, run: RunDir, groups: Groups, data: TrainingData | None = None) -> AcousticModel:
+    """A DBN trained by the workers of these groups on `data`, or on the whole corpus, which is loaded. Collective."""
     if data is None:
-        data = load_data(job.recipe, job.device, comm, held_out=False)
-    return pretrain_dbn(job.recipe, data, job.checkpoint_policy(run, comm))
+        data = load_data(job.recipe, job.device, groups, held_out=False)
+    return pretrain_dbn(job.recipe, data, job.checkpoint_policy(run, groups.world), groups)
 
 
 def replicated_dbn(job: Job, run: RunDir) -> AcousticModel | None:
     """`parallel.pretrain_data: replicated`: the DBN that rank 0 trains on the whole corpus, for all; else None. Collective.
     Where rank 0 was asked to stop, all workers raise TrainingInterrupted, once it has written its checkpoint."""
-    comm, shutdown, interrupted = job.comm, job.shutdown, None
-    if comm.world_size == 1 or job.recipe.parallel.pretrain_data == "sharded":
+    world, shutdown, interrupted = job.groups.world, job.shutdown, None
+    if world.world_size == 1 or job.recipe.parallel.pretrain_data == "sharded":
         return None
-    if comm.rank == 0:
+    if world.rank == 0:
         try:
-            train_dbn(job, run, SingleProcess())
+            train_dbn(job, run, Groups.data_parallel(SingleProcess()))
         except (TrainingInterrupted, InterruptedBeforeTraining) as stopped:
             interrupted = stopped.signal_name
     else:
         shutdown.deferred = True  # rank 0 decides
-    comm.barrier()
-    interrupted = comm.all_gather_object(interrupted)[0]
+    world.barrier()
+    interrupted = world.all_gather_object(interrupted)[0]
     if interrupted is not None:
         raise TrainingInterrupted(interrupted)
     shutdown.deferred = False

@@ -16,7 +16,7 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import CvSelection, TrainingDataConfig
-from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.groups import Groups
 from ddnn.kaldi.archive import MatrixReader, read_scp
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.nn.layers import activation_floats, num_parameters
@@ -110,7 +110,7 @@ def make_schedule(recipe: ScheduleConfig) -> Schedule:
     return _taken(SCHEDULES[recipe.name], recipe, **renamed)
 
 
-def make_combination(recipe: Recipe, network: Network, comm: Communicator, batches: Sized) -> Combination:
+def make_combination(recipe: Recipe, network: Network, groups: Groups, batches: Sized) -> Combination:
     """What the final model may be a mean of. `batches`: this worker's minibatches of the epoch under way."""
     most, epochs, parts = recipe.schedule.average_last, recipe.schedule.moving_average_epochs, dict[str, Combination]()
     if recipe.schedule.keep == "best":
@@ -119,7 +119,7 @@ def make_combination(recipe: Recipe, network: Network, comm: Communicator, batch
         parts["last"] = MeanOfEpochs(network, most)
     if epochs is not None:
         period = recipe.parallel.averaging_period
-        parts["moving"] = MovingAverage(network, comm, batches, epochs=epochs, period=period)
+        parts["moving"] = MovingAverage(network, groups, batches, epochs=epochs, period=period)
     return Combination(**parts)
 
 

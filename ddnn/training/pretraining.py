@@ -24,6 +24,7 @@ from ddnn.data.batches import Sampler, SequentialSampler, ShuffledSampler, make_
 from ddnn.data.dataset import STATISTICS_UTTERANCES, FrameSubset
 from ddnn.data.pipeline import TrainingData
 from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.groups import Groups
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
@@ -82,12 +83,18 @@ class RbmTrainer:
     reconstruction by the mean of the data."""
 
     def __init__(
-        self, recipe: Recipe, index: int, frames: FrameSubset, below: AcousticModel, checkpoints: CheckpointPolicy
+        self,
+        recipe: Recipe,
+        index: int,
+        frames: FrameSubset,
+        below: AcousticModel,
+        checkpoints: CheckpointPolicy,
+        groups: Groups,
     ) -> None:
         """Collective."""
         self.index, self.run, self.checkpoints, self.progress = index, checkpoints.run, checkpoints, TrainingProgress()
         self.data = DataIdentity(contents={}, features={})  # of what it is trained on
-        config, device, comm = recipe.pretrain, frames.indices.device, checkpoints.comm
+        config, device, comm = recipe.pretrain, frames.indices.device, groups.data
         seed = (recipe.seed * 1_000_003 + 7919 * (index + 1)) % 2**63
         self.generator = torch.Generator(device).manual_seed(seed)
         gauss, units = not below.network.layers, recipe.model.rbm_units()
@@ -108,7 +115,7 @@ class RbmTrainer:
         sampler = ShuffledSampler(frames, config.minibatch_size, seed=recipe.seed, rank=comm.rank)
         self.inputs = HiddenRepresentation(below, frames, sampler, comm)
         averaging = AveragingOptions(averaging_period=recipe.parallel.averaging_period, scale_learning_rate=False)
-        self.averager = make_averager(averaging, comm, self.rbm, self.rbm)
+        self.averager = make_averager(averaging, groups, self.rbm, self.rbm)
         total_frames = int(sum(comm.all_gather_object(len(frames))))
         self.num_epochs = epochs_for_rbm(config, index, total_frames, gauss=gauss)
         self.error = torch.zeros((), dtype=torch.float64, device=self.rbm.parameters.device)
@@ -136,7 +143,7 @@ class RbmTrainer:
     def end_epoch(self) -> None:
         """Averages the RBM over the workers and records the epoch's reconstruction error."""
         self.averager.end_epoch()
-        comm, progress = self.averager.comm, self.progress
+        comm, progress = self.averager.groups.data, self.progress
         counts = not self.averager.excludes or math.isfinite(self.error.item())
         sums = torch.tensor([self.error.item(), self.frames] if counts else [0.0, 0], dtype=torch.float64)
         error, frames = comm.all_gather(sums).sum(dim=0).tolist()
@@ -188,7 +195,7 @@ class RbmTrainer:
         longer = f"train it on more than {self.total_frames} frames (pretrain.epochs), or take less than "
         longer += f"{len(self.rbm.hidden_bias)} hidden units"
         hint = self.lower_rate() if self.options.rate > self.default_rate else longer
-        if self.total_frames >= MIN_MINIBATCHES * self.inputs.batch_size * self.averager.comm.world_size:
+        if self.total_frames >= MIN_MINIBATCHES * self.inputs.batch_size * self.averager.groups.data.world_size:
             raise DivergedError(f"the pretraining diverged, an RBM has learned nothing: {figures}", hint=hint)
         log.warning("an RBM has learned nothing yet: %s; %s", figures, hint)
 
@@ -313,31 +320,31 @@ def visible_statistics(below: AcousticModel, frames: FrameSubset, comm: Communic
     return mean, max(0.0, float(sums[-2] / sums[-1] - mean.square().sum()))
 
 
-def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPolicy) -> AcousticModel:
+def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPolicy, groups: Groups) -> AcousticModel:
     """Trains the RBMs that are not finished yet, and leaves each in the run dir of `checkpoints`. Collective. Returns
     the DBN as a network of hidden layers behind the input transform it was trained with, the same on all workers.
     DataError: the run dir has RBMs for other features, or a checkpoint from other data. DivergedError: an RBM diverged.
     UserError: the disk is full. TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written."""
-    run, comm = checkpoints.run, checkpoints.comm
+    run, world = checkpoints.run, groups.world
     device, num_rbms, utterances = data.device, len(recipe.model.rbm_units()), range(len(data.dataset.utterances))
     frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))
     require_minibatch(data.index, "pretrain.minibatch_size", recipe.pretrain.minibatch_size, data.shards)
-    handle, identity = checkpoints.store.latest(), data_identity(data, comm).of("data.train")  # no label is read
+    handle, identity = checkpoints.store.latest(), data_identity(data, groups.data).of("data.train")  # no label is read
     if handle is not None:
-        with run.may_refuse_resume(comm):
+        with run.may_refuse_resume(world):
             check_same_data(handle.metadata.get("data"), identity, recipe, handle.path)
-    dbn = _below(recipe, data, comm).to(device)
+    dbn = _below(recipe, data, groups.data).to(device)
     for index in range(num_rbms):
         path = run.path / f"rbm{index + 1}.safetensors"
-        if comm.all_gather_object(comm.rank == 0 and path.exists())[0]:
+        if world.all_gather_object(world.rank == 0 and path.exists())[0]:
             dbn = load_model(path).to(device)
             dbn.check_features(frames.dataset.dim, path)
             log.info("rbm %d: finished before", index + 1)
             continue
-        trainer = RbmTrainer(recipe, index, frames, dbn, checkpoints)
+        trainer = RbmTrainer(recipe, index, frames, dbn, checkpoints, groups)
         trainer.data = identity
         if handle is not None and handle.metadata.get("rbm") == index + 1:
-            restore_state(trainer.parts, handle.rank_state(comm.rank), handle.path)
+            restore_state(trainer.parts, handle.rank_state(world.rank), handle.path)
             done = f"epoch {trainer.progress.epoch}, {trainer.progress.minibatch} minibatches"
             log.info("rbm %d: resumed from checkpoint %d: after %s", index + 1, handle.number, done)
         run.truncate_after(trainer.progress.epoch, rbm=index + 1)
@@ -347,7 +354,7 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
         with closing(trainer.averager), closing(trainer.inputs.loader):
             dbn = append_rbm(dbn, train_rbm(trainer))
         checkpoints.end()
-        if comm.rank == 0:
+        if world.rank == 0:
             save_model(path, dbn)
     run.finish(dbn)
     return dbn

@@ -12,7 +12,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ddnn.distributed.communicator import Communicator
 from ddnn.recipe.schema import Recipe
 from ddnn.recipe.section import get_value
 from ddnn.recipe.source import first_error
@@ -28,10 +27,10 @@ log = logging.getLogger(__name__)
 PARAMETERS, SUMS = "network.parameters", "losses.sums"  # of `Trainer.parts`
 
 
-def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> LoadedCheckpoint | None:
+def load_latest(store: CheckpointStore, recipe: Recipe) -> LoadedCheckpoint | None:
     """What the newest whole checkpoint holds for this worker; None where there is none. Collective. DataError where
     there are checkpoints, but none that can be used; RecipeError as of `check_same_recipe`."""
-    handle = store.latest()
+    handle, world = store.latest(), store.comm
     if handle is None:
         log.info("there is no checkpoint to resume from: training starts from the beginning")
         return None
@@ -39,28 +38,30 @@ def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> L
     changed = check_same_recipe(metadata.recipe, recipe, handle.path, metadata.precision)
     for key, (now, then) in changed.items():
         log.info("%s is now %s; was %s", key, now, then)
-    bitwise = handle.world_size == comm.world_size
+    bitwise = handle.world_size == world.world_size
     log.info("resumed from checkpoint %d: %s", handle.number, metadata.summary())
-    if not bitwise and comm.rank == 0:
+    if not bitwise and world.rank == 0:
         log.warning(
             "the checkpoint is of %s, and %d resume: from the mean of the workers' models, without momentum; "
             "frames are distributed again, so that of an epoch under way some are seen twice and some not at all",
-            *(plural(handle.world_size, "worker"), comm.world_size),
+            *(plural(handle.world_size, "worker"), world.world_size),
         )
-    return LoadedCheckpoint(metadata, handle.global_state, _rank_state(handle, comm), bitwise, handle.path)
+    return LoadedCheckpoint(
+        metadata, handle.global_state, _rank_state(handle, world.rank, bitwise), bitwise, handle.path
+    )
 
 
-def _rank_state(handle: CheckpointHandle, comm: Communicator) -> Mapping[str, Tensor]:
-    if handle.world_size == comm.world_size:
-        return handle.rank_state(comm.rank)
-    if comm.rank == 0:
+def _rank_state(handle: CheckpointHandle, rank: int, bitwise: bool) -> Mapping[str, Tensor]:
+    if bitwise:
+        return handle.rank_state(rank)
+    if rank == 0:
         try:
-            return merge_rank_states(handle.rank_state(rank) for rank in range(handle.world_size))
+            return merge_rank_states(handle.rank_state(other) for other in range(handle.world_size))
         except (KeyError, RuntimeError) as error:
             message = f"the ranks of the checkpoint do not fit together: {error}"
             raise DataError(message, location=handle.path) from error
     # Fisher matrices of another worker are a better start than none; all else comes from rank 0.
-    state = handle.rank_state(comm.rank % handle.world_size)
+    state = handle.rank_state(rank % handle.world_size)
     return {**state, SUMS: torch.zeros_like(state[SUMS])}
 
 

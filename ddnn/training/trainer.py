@@ -15,7 +15,7 @@ import torch
 from ddnn.averaging.averager import Averager, Request
 from ddnn.data.batches import Batch, BatchLoader
 from ddnn.data.dataset import FrameSubset
-from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.groups import Groups
 from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
 from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.figures import FIGURES, describe
@@ -97,8 +97,8 @@ class Trainer:
         self.delivered, self.combined = self.kept, ""
 
     @property
-    def comm(self) -> Communicator:
-        return self.averager.comm
+    def groups(self) -> Groups:
+        return self.averager.groups
 
     @property
     def arithmetic(self) -> Float32:
@@ -164,7 +164,7 @@ class Trainer:
         self.initial = self.validate()
         log.info("before the warm-up: %s", self.initial.as_text())
         single, started = self.warmup == "single-worker", time.perf_counter()
-        step, averager, watchdog = self.eager_step, self.averager, self.comm.watchdog
+        step, averager, watchdog = self.eager_step, self.averager, self.groups.world.watchdog
         learning_rate = self.schedule.learning_rate
         lr_scale, optimizer_scale = averager.lr_scale, self.optimizer.included_lr_scale
         figures = self.eager_step.objective.figures
@@ -172,7 +172,7 @@ class Trainer:
         if single:  # the other workers take no part, not even where gradients are averaged
             step, lr_scale = EagerStep(step.workspace, self.optimizer, make_objective=self.make_objective), 1.0
             self.optimizer.included_lr_scale = 1.0
-        if single and self.comm.rank != 0:
+        if single and self.groups.data.rank != 0:
             watchdog.disable()  # it waits for as long as rank 0 trains
         else:
             batches = (batch for number in count() for batch in self.batches.epoch(WARMUP_EPOCH + number))
@@ -193,7 +193,7 @@ class Trainer:
         self.checkpoints.stop_if_asked(self)
         averager.broadcast()
         watchdog.enable()
-        result = losses.committed.result(self.comm)
+        result = losses.committed.result(self.groups.data)
         raise_if_diverged("warm-up", result, 0, learning_rate, self.hint)
         seconds = time.perf_counter() - started
         self.run.record(WarmupRow(**self._figures(0, result, learning_rate, seconds, lr_scale)))
@@ -232,7 +232,7 @@ class Trainer:
         had none, as after a warm-up on another, all count from 0, since each needs the frequent updates of the start."""
         preconditioners = self.optimizer.preconditioners
         own = [preconditioner.t if len(self.batches) else -1 for preconditioner in preconditioners]
-        counts = zip(*self.comm.all_gather_object(own), strict=True)
+        counts = zip(*self.groups.data.all_gather_object(own), strict=True)
         for preconditioner, of_workers in zip(preconditioners, counts, strict=True):
             preconditioner.count_from(0 if 0 in of_workers else max(of_workers))
 
@@ -253,10 +253,10 @@ class Trainer:
         """Training loss and frame accuracy of the epoch, over all workers; records what each worker did."""
         epoch = self.progress.epoch + 1
         self.combination.end_epoch()
-        for values in self.comm.all_gather_object(worker_row(epoch, self.averager).model_dump()):
+        for values in self.groups.world.all_gather_object(worker_row(epoch, self.averager).model_dump()):
             self.run.record(WorkerRow.model_validate(values))
         self.losses.commit()
-        training = self.losses.committed.result(self.comm)
+        training = self.losses.committed.result(self.groups.data)
         raise_if_diverged("training", training, epoch, learning_rate, self.hint)
         self._training_seconds = self.progress.elapsed()
         return training
@@ -264,7 +264,7 @@ class Trainer:
     def validate(self) -> EvalResult:
         """Cross-validation of the present model; the same result on every worker."""
         self._validation_started = time.perf_counter()
-        return evaluate(self.model, self.cv, self.comm, self.arithmetic, self.make_objective)
+        return evaluate(self.model, self.cv, self.groups.data, self.arithmetic, self.make_objective)
 
     def keep_best(self, validation: EvalResult, learning_rate: float) -> None:
         """The epoch was accepted: its parameters are the best so far."""
@@ -278,7 +278,7 @@ class Trainer:
             self._warn(
                 f"epoch {epoch}: {figures} ({self.initial.loss:.6g}): the training may have diverged; {self.hint}"
             )
-        with self.comm.watchdog.long_operation():
+        with self.groups.world.watchdog.long_operation():
             self.run.save_best(self.model if self.improved else None)
 
     def revert_to_best(self) -> None:
@@ -338,7 +338,7 @@ class Trainer:
 
     def _warn(self, message: str) -> None:
         """Logs a warning once: other workers' warnings are shown too."""
-        if self.comm.rank == 0:
+        if self.groups.world.rank == 0:
             log.warning(message)
 
     def _combine(self) -> None:
@@ -375,7 +375,7 @@ class Trainer:
         }
 
     def metadata(self) -> dict[str, Any]:
-        places = self.comm.all_gather(torch.tensor([self.progress.minibatch, len(self.batches)]))
+        places = self.groups.data.all_gather(torch.tensor([self.progress.minibatch, len(self.batches)]))
         done, total = places.sum(dim=0).tolist()
         return CheckpointMetadata(
             epoch=self.progress.epoch,
@@ -414,14 +414,19 @@ class Trainer:
 
 
 def worker_row(epoch: int, averager: Averager) -> WorkerRow:
-    comm, timer, counters, parameters = averager.comm, averager.timer, averager.counters, averager.network.parameters
+    groups, timer, counters, parameters = (
+        averager.groups,
+        averager.timer,
+        averager.counters,
+        averager.network.parameters,
+    )
     seconds = max(time.perf_counter() - timer.started, 1e-9)
-    traffic, averaging = comm.stats - counters.stats, timer.seconds["averaging"]
+    traffic, averaging = groups.data.stats - counters.stats, timer.seconds["averaging"]
     waiting = 0.0 if averager.overlapped else min(traffic.wait_seconds, averaging)
     return WorkerRow(
         epoch=epoch,
-        rank=comm.rank,
-        host=comm.host,
+        rank=groups.world.rank,
+        host=groups.world.host,
         device=str(parameters.device),
         minibatches=counters.minibatches,
         **throughput(counters.frames, seconds),

@@ -16,6 +16,7 @@ from distributed.mpi_worlds import need_mpi
 from ddnn.averaging.averager import Averager
 from ddnn.bench import step, workers
 from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.recipe.schema import AveragingConfig
 
 
@@ -92,7 +93,7 @@ class WithOneOfHalfTheSpeed(SingleProcess):
 def test_speeds_of_two_workers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by itself they make 1 + 1/2 times the frames of the faster; where they average, twice those of the slower."""
     calls: list[tuple[bool, int]] = []
-    averaging = Averager(SingleProcess(), None, None)  # type: ignore[arg-type]
+    averaging = Averager(Groups.data_parallel(SingleProcess()), None, None)  # type: ignore[arg-type]
 
     def timed(averager: Averager, minibatches: int) -> float:
         calls.append((averager is averaging, minibatches))

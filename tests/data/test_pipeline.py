@@ -22,6 +22,7 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import CvSelection, TrainingData, TrainingDataConfig, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.inspection.path import describe_path
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.recipe.load import load_recipe
@@ -88,7 +89,7 @@ def load(
     )
     seed = config.pop("seed", 1)
     given = TrainingDataConfig((Corpus(folder / "train", alignments),), reading, held_out, seed, **config)
-    return training_data(given, torch.device("cpu"), comm or SingleProcess())
+    return training_data(given, torch.device("cpu"), Groups.data_parallel(comm or SingleProcess()))
 
 
 def own_cv(data: Path, alignments: Path) -> CvSelection:

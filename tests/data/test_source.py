@@ -32,6 +32,7 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.source import DataSource, open_source
 from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.recipe.load import load_recipe
 from ddnn.training.data_identity import data_identity
@@ -263,7 +264,9 @@ def test_each_corpus_may_have_its_own_transforms(
 def test_rbms_know_all_corpora_again(whole: tuple[Path, list[str]]) -> None:
     """A pretraining is not resumed on other features of the second corpus."""
     config = data_config(load_recipe(whole[0], whole[1]))
-    identity = data_identity(pipeline.training_data(config, torch.device("cpu"), SingleProcess()), SingleProcess())
+    identity = data_identity(
+        pipeline.training_data(config, torch.device("cpu"), Groups.data_parallel(SingleProcess())), SingleProcess()
+    )
     assert list(identity.of("data.train").contents) == list(identity.of("data.train").features)
     assert list(identity.of("data.train").contents) == ["data.train[0]", "data.train[1]"]
 
@@ -277,7 +280,7 @@ def test_the_normalization_is_over_utterances_of_all_corpora(
     features, shifts = labelled_utterances(count=16)[0], []
     for settings in ([], halves):
         config = data_config(load_recipe(recipe, settings), held_out=False)
-        data = pipeline.training_data(config, torch.device("cpu"), SingleProcess())
+        data = pipeline.training_data(config, torch.device("cpu"), Groups.data_parallel(SingleProcess()))
         shift = input_transform(data, SingleProcess()).shift
         assert shift is not None
         shifts.append(shift[4:8].numpy())

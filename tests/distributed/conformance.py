@@ -16,6 +16,7 @@ import torch
 from ddnn.distributed.communicator import CPU, CommStats, Communicator
 from ddnn.distributed.mpi import MpiCommunicator, init_communicator
 from ddnn.distributed.transport import ProcessGroupBackend
+from ddnn.distributed.watchdog import NoWatchdog
 
 
 def variant(comm: Communicator, **attributes: Any) -> Communicator:
@@ -51,6 +52,7 @@ def conformance(comm: Communicator) -> dict[str, Any]:
     except ValueError as error:
         refused.append(str(error))
     comm.barrier()
+    parts = split_in_two(comm)
     before = comm.stats.copy()
     comm.all_reduce(torch.ones(10))
     sent = comm.stats - before
@@ -70,6 +72,29 @@ def conformance(comm: Communicator) -> dict[str, Any]:
         "waited": comm.all_gather_object([waited.bytes_sent, waited.comm_seconds, waited.wait_seconds > 0]),
         "together": comm.all_gather_object(comm.try_barrier(60.0)),
         "refused": refused,
+        "parts": comm.all_gather_object(parts),
+    }
+
+
+def split_in_two(comm: Communicator) -> dict[str, Any]:
+    """What the group of the workers of even or of odd rank does, those of higher rank first; and what of it the whole
+    group notices."""
+    comm.watchdog = NoWatchdog()
+    part = comm.split(comm.rank % 2, -comm.rank)
+    before = comm.stats.copy()
+    total = torch.tensor([comm.rank])
+    part.all_reduce(total)
+    part.barrier()
+    own_stats = comm.stats == before
+    pair = part.split(0, 0)  # of all in it, in their order
+    return {
+        "ranks": part.all_gather_object(comm.rank),
+        "place": [part.rank, part.world_size, part.local_rank, part.local_size, part.host == comm.host],
+        "sum": int(total),
+        "own stats": own_stats,
+        "own bytes": part.stats.bytes_sent > 0,
+        "watchdog": part.watchdog is comm.watchdog,
+        "split again": pair.all_gather_object([comm.rank, pair.rank == part.rank]),
     }
 
 

@@ -11,9 +11,9 @@ import torch
 from mpi_checks import every_averaging, strategy
 from torch import Tensor
 
-from ddnn.distributed.communicator import CPU, Communicator
+from ddnn.distributed.communicator import CPU, Communicator, StagingBuffer
 from ddnn.distributed.mpi import init_communicator
-from ddnn.distributed.transport import StagingBuffer, choose_transport, cuda_aware, open_transport
+from ddnn.distributed.transport import choose_transport, cuda_aware, open_transport
 from ddnn.util.errors import UserError
 from ddnn.util.system import choose_device
 

@@ -54,6 +54,18 @@ def check(answers: dict[str, Any], kind: str, n: int) -> None:
     assert answers["sent"] == [[40, True, 0.0] if kind != "single" else [0, False, 0.0]] * n
     assert answers["waited"] == [[8, 0.0, True] if kind != "single" else [0, 0.0, False]] * n
     assert answers["together"] == [True] * n
+    for rank, part in enumerate(answers["parts"]):
+        ranks = [other for other in reversed(range(n)) if other % 2 == rank % 2]
+        place = ranks.index(rank)
+        assert part == {
+            "ranks": ranks,
+            "place": [place, len(ranks), place, len(ranks), True],
+            "sum": sum(ranks),
+            "own stats": True,
+            "own bytes": kind != "single",
+            "watchdog": True,
+            "split again": [[other, True] for other in ranks],
+        }
     assert len(answers["refused"]) == 4
     assert "not torch.bfloat16" in answers["refused"][0]
     assert "strides (4,)" in answers["refused"][1]

@@ -15,9 +15,10 @@ from distributed.mpi_worlds import launch
 from ddnn.averaging import averager
 from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import AveragingOptions
-from ddnn.distributed.communicator import Communicator, SingleProcess, TensorBackend
+from ddnn.distributed.communicator import Communicator, SingleProcess, StagingBuffer, TensorBackend
+from ddnn.distributed.groups import Groups
 from ddnn.distributed.mpi import require_thread_level
-from ddnn.distributed.transport import StagingBuffer, choose_transport, cuda_aware, select_transport
+from ddnn.distributed.transport import choose_transport, cuda_aware, select_transport
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network
 from ddnn.optim.sgd import Sgd, SgdOptions
@@ -183,7 +184,7 @@ def test_a_buffer_of_momentum_or_gradients_is_made_where_they_are_sent(
     monkeypatch.setattr(averager, "StagingBuffer", Counted)
     network = Network((Affine(3, 2, "softmax"),))
     comm = Communicator(0, 2, "n", {"cpu": TensorBackend()})
-    make_averager(AveragingOptions(**keys), comm, network, Sgd(network, SgdOptions(momentum=0.5)))
+    make_averager(AveragingOptions(**keys), Groups.data_parallel(comm), network, Sgd(network, SgdOptions(momentum=0.5)))
     assert len(made) == buffers
 
 

@@ -19,18 +19,33 @@ TIMEOUT = 60.0
 """Seconds that a worker waits for the others: one that sends less often than they do fails, and does not hang."""
 
 
+class _Room:
+    """What the threads of one group share. `all_rooms`: those of all groups, of which an error ends every one."""
+
+    def __init__(self, size: int, all_rooms: list[_Room]) -> None:
+        self.posted: list[Any] = [None] * size
+        self.together = threading.Barrier(size, timeout=TIMEOUT)
+        self.all_rooms = all_rooms
+        all_rooms.append(self)
+
+    def abort(self) -> None:
+        for room in self.all_rooms:
+            room.together.abort()
+
+
 class _Memory:
     """What `ddnn.distributed.mpi.MpiBackend` does, of one thread. Sums are made in the order of the ranks."""
 
-    def __init__(self, rank: int, posted: list[Any], together: threading.Barrier) -> None:
-        self.rank, self.posted, self.together = rank, posted, together
+    def __init__(self, rank: int, room: _Room) -> None:
+        self.rank, self.room = rank, room
 
     def of_all(self, value: Any) -> list[Any]:
         """Every worker's value, by rank."""
-        self.posted[self.rank] = value.detach().clone() if isinstance(value, Tensor) else value
-        self.together.wait()
-        everything = list(self.posted)
-        self.together.wait()
+        posted, together = self.room.posted, self.room.together
+        posted[self.rank] = value.detach().clone() if isinstance(value, Tensor) else value
+        together.wait()
+        everything = list(posted)
+        together.wait()
         return everything
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -53,10 +68,18 @@ class _Memory:
 class ThreadCommunicator(Communicator):
     """One of several workers, each of which runs in a thread of its own."""
 
-    def __init__(self, rank: int, posted: list[Any], together: threading.Barrier) -> None:
-        self._memory = _Memory(rank, posted, together)
-        super().__init__(rank, len(posted), "here", {"cpu": self._memory})
+    def __init__(self, rank: int, room: _Room) -> None:
+        self._memory = _Memory(rank, room)
+        super().__init__(rank, len(room.posted), "here", {"cpu": self._memory})
         self.local_rank, self.local_size = self.rank, self.world_size
+
+    def _split(self, color: int, key: int) -> Communicator:
+        pairs = self._memory.of_all((color, key))
+        members = [rank for rank, (other, _) in enumerate(pairs) if other == color]
+        members.sort(key=lambda rank: pairs[rank][1])
+        first = members[0] == self.rank
+        rooms = self._memory.of_all(_Room(len(members), self._memory.room.all_rooms) if first else None)
+        return ThreadCommunicator(members.index(self.rank), rooms[members[0]])
 
     def all_gather_object(self, value: Any) -> list[Any]:
         with self.time_as_wait(), self._timed(0):
@@ -70,18 +93,18 @@ class ThreadCommunicator(Communicator):
         return True
 
     def abort(self, exit_code: int) -> None:
-        self._memory.together.abort()
+        self._memory.room.abort()
 
 
 def run_workers(world_size: int, work: Callable[[Communicator], Result]) -> list[Result]:
     """What `work` returns on each of so many workers. The error of one that fails ends all, and is raised."""
-    posted, together = [None] * world_size, threading.Barrier(world_size, timeout=TIMEOUT)
+    room = _Room(world_size, [])
 
     def worker(rank: int) -> Result:
         try:
-            return work(ThreadCommunicator(rank, posted, together))
+            return work(ThreadCommunicator(rank, room))
         except BaseException:
-            together.abort()
+            room.abort()
             raise
 
     with ThreadPoolExecutor(world_size) as pool:

@@ -16,6 +16,7 @@ from ddnn.data.batches import ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Link, Network, Workspace, initialize
@@ -62,7 +63,10 @@ def trained(network: Network, links: list[Link]) -> list[dict[str, Tensor]]:
         Sgd(network),
         toy_shard(0, 20 * MINIBATCH),
     )
-    step, averager = EagerStep(workspace, optimizer), Averager(SingleProcess(), network, optimizer)
+    step, averager = (
+        EagerStep(workspace, optimizer),
+        Averager(Groups.data_parallel(SingleProcess()), network, optimizer),
+    )
     sampler = ShuffledSampler(frames, MINIBATCH, seed=1)
     trainer = Trainer(
         model=model,

@@ -20,6 +20,7 @@ from training.toy import NoCheckpoints
 
 from ddnn.data.pipeline import training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.distributed.signals import GracefulShutdown
 from ddnn.kaldi.archive import iterate_matrices, read_scp
 from ddnn.kaldi.transition_model import read_transition_model
@@ -120,7 +121,7 @@ def test_a_rejected_epoch_is_taken_back(recipe: Path, tmp_path: Path) -> None:
     assert not all(m["accepted"] for m in cv)
     best = min(float(m["loss"]) for m in cv)  # type: ignore[arg-type]
     found = load_run(tmp_path / "run")
-    data = training_data(data_config(load_recipe(recipe)), torch.device("cpu"), SingleProcess())
+    data = training_data(data_config(load_recipe(recipe)), torch.device("cpu"), Groups.data_parallel(SingleProcess()))
     assert evaluate(found, data.cv).loss == pytest.approx(best, rel=1e-6)
 
 
@@ -132,9 +133,10 @@ def test_the_scope_of_max_change_says_whose_frames_limit_a_step(recipe: Path, sc
 
     def work(comm: Communicator) -> tuple[float, float]:
         cpu, run, policy = torch.device("cpu"), NullRunDir(Path("nowhere")), NoCheckpoints()
-        data = training_data(data_config(settings), cpu, comm)
-        job = Job(settings, "", comm, run, GracefulShutdown(), cpu)
-        trainer = assemble_trainer(job, initial_model(settings, data, None, None, comm), data, "", policy, None)
+        groups = Groups.data_parallel(comm)
+        data = training_data(data_config(settings), cpu, groups)
+        job = Job(settings, "", groups, run, GracefulShutdown(), cpu)
+        trainer = assemble_trainer(job, initial_model(settings, data, None, None, groups), data, "", policy, None)
         return trainer.averager.lr_scale, trainer.optimizer.included_lr_scale
 
     assert run_workers(2, work) == [(2.0, scale)] * 2

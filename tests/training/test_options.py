@@ -14,6 +14,7 @@ from variants import make_optimizer_config, make_parallel_config, make_schedule_
 from ddnn.averaging.averager import Request
 from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, make_strategy
 from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.optim.natural_gradient import NaturalGradientOptions
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power
@@ -123,12 +124,14 @@ def test_options_of_schedules() -> None:
 
 def test_options_of_the_combination() -> None:
     network, recipe = toy_model().network, Recipe.model_construct(schedule=make_schedule_config(**COMBINATION))
-    made = make_combination(recipe, network, SingleProcess(), range(7))
+    made = make_combination(recipe, network, Groups.data_parallel(SingleProcess()), range(7))
     best, last, moving = made.parts.values()
     assert isinstance(best, BestEpoch)
     assert isinstance(last, MeanOfEpochs) and last.models.maxlen == 4
     assert isinstance(moving, MovingAverage) and (moving.epochs, moving.period, len(moving.batches)) == (0.5, 10, 7)
-    assert not make_combination(Recipe.model_construct(), network, SingleProcess(), range(7)).parts
+    assert not make_combination(
+        Recipe.model_construct(), network, Groups.data_parallel(SingleProcess()), range(7)
+    ).parts
     plain = estimate_memory(Recipe.model_construct(), 6, 5, 1).cpu
     one_copy = plain["files"] // 3
     found = estimate_memory(recipe, 6, 5, 1).cpu["parameters"] - plain["parameters"]
@@ -165,7 +168,14 @@ def test_options_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: now))
     config = CheckpointConfig(interval_minutes=1.0, interval_minibatches=7, keep_last=5)
     run, comm = NullRunDir(tmp_path), SingleProcess()
-    job = Job(SimpleNamespace(checkpoint=config), "", comm, run, SimpleNamespace(signal_name=None), torch.device("cpu"))  # type: ignore[arg-type]
+    job = Job(
+        SimpleNamespace(checkpoint=config),
+        "",
+        Groups.data_parallel(comm),
+        run,
+        SimpleNamespace(signal_name=None),
+        torch.device("cpu"),
+    )  # type: ignore[arg-type]
     policy = job.checkpoint_policy(run, comm)
     assert policy.store.keep_last == 5
     now = 1059.9

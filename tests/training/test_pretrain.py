@@ -23,6 +23,7 @@ from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.decoding.prepare import export_nnet1
 from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.inspection.status import read_status
 from ddnn.nn.acoustic_model import AcousticModel, load_model
@@ -94,8 +95,10 @@ def rbm_trainer(recipe: Path, comm: Communicator, frames: int, period: int = 100
     below = AcousticModel(FeatureConfig(), splice_only(DIM, 0), Network((), torch.zeros(0)))
     settings = load_recipe(recipe, [f"parallel.averaging_period={period}"])
     checkpoints = NoCheckpoints()
-    checkpoints.run, checkpoints.comm = NullRunDir(Path("nowhere")), comm
-    return pretraining.RbmTrainer(settings, 0, toy_shard(comm.rank, frames), below, checkpoints)
+    checkpoints.run = NullRunDir(Path("nowhere"))
+    return pretraining.RbmTrainer(
+        settings, 0, toy_shard(comm.rank, frames), below, checkpoints, Groups.data_parallel(comm)
+    )
 
 
 def test_workers_draw_hidden_states_of_their_own(recipe: Path) -> None:

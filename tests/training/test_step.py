@@ -23,6 +23,7 @@ from ddnn.data.batches import Batch, BatchLoader, PrefetchLoader, ShuffledSample
 from ddnn.data.dataset import AcousticDataset, FrameSubset, InputTransform, gather, labels_of, splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.nn import arithmetic
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Precision, make_arithmetic
@@ -341,7 +342,7 @@ class HostWaits(TorchDispatchMode):
 def run_steps(task: Task, minibatches: int) -> None:
     """As the training loop does."""
     device, step = task.network.parameters.device, task.eager()
-    sums, averager = FigureSums(device), Averager(SingleProcess(), task.network, task.optimizer)
+    sums, averager = FigureSums(device), Averager(Groups.data_parallel(SingleProcess()), task.network, task.optimizer)
     order = ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(1)
     next(order)  # the order of an epoch is drawn and copied at its first minibatch
     with HostWaits(device) as waits:
@@ -456,7 +457,7 @@ def test_memory_does_not_grow(kind: Kind) -> None:
 
 def make_trainer(task: Task, run: RunDir) -> Trainer:
     """A training of two epochs by a single worker."""
-    step, averager = task.eager(), Averager(SingleProcess(), task.network, task.optimizer)
+    step, averager = task.eager(), Averager(Groups.data_parallel(SingleProcess()), task.network, task.optimizer)
     sampler, mark = ShuffledSampler(task.train, MINIBATCH, seed=1), averager.timer.mark
     return Trainer(
         model=task.model,

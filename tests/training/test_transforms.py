@@ -33,6 +33,7 @@ from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import training_data
 from ddnn.data.source import open_source
 from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.groups import Groups
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.recipe.load import load_recipe
@@ -198,10 +199,14 @@ def test_other_transforms_are_noticed_on_resume(folder: Path) -> None:
 
     def identity(*settings: str) -> DataIdentity:
         config = data_config(load_recipe(folder / "raw.yaml", settings))
-        return data_identity(training_data(config, torch.device("cpu"), SingleProcess()), SingleProcess())
+        return data_identity(
+            training_data(config, torch.device("cpu"), Groups.data_parallel(SingleProcess())), SingleProcess()
+        )
 
     before, config = identity(), data_config(load_recipe(folder / "raw.yaml"))
-    for found in run_workers(2, lambda comm: data_identity(training_data(config, torch.device("cpu"), comm), comm)):
+    for found in run_workers(
+        2, lambda comm: data_identity(training_data(config, torch.device("cpu"), Groups.data_parallel(comm)), comm)
+    ):
         assert found.differences(before) == {}
     shutil.copytree(folder / "tri4_ali", folder / "elsewhere")
     assert identity(f"data.transforms={folder / 'elsewhere'}").differences(before) == {}

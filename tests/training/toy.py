@@ -16,6 +16,7 @@ from ddnn.data.batches import ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset, splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.groups import Groups
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
@@ -78,7 +79,7 @@ def toy_model() -> AcousticModel:
 
 
 def toy_trainer(
-    comm: Communicator,
+    comm: Communicator | Groups,
     parallel: ParallelConfig,
     *,
     frames: int = 20 * MINIBATCH,
@@ -91,23 +92,25 @@ def toy_trainer(
     frozen: tuple[int, ...] = (),
     make_objective: MakeObjective = CrossEntropy,
 ) -> Trainer:
-    """A training by the sections `parallel` and `optimizer` of a recipe, ready to begin. Collective."""
+    """A training by the sections `parallel` and `optimizer` of a recipe, ready to begin; without groups, all workers of `comm` share the
+    data. Collective."""
+    groups = comm if isinstance(comm, Groups) else Groups.data_parallel(comm)
     model, config = toy_model(), optimizer or make_optimizer_config()
     network = model.network.with_frozen(frozen)
     model = replace(model, network=network)
     sgd = make_optimizer(optimizer_options(config), network)
-    averager = make_averager(averaging_options(parallel, config.momentum), comm, network, sgd)
+    averager = make_averager(averaging_options(parallel, config.momentum), groups, network, sgd)
     averager.broadcast()
     workspace = Workspace(network, sizes.end)
-    train_frames = toy_shard(comm.rank, frames)
-    sampler = ShuffledSampler(train_frames, sizes.start, seed=1, rank=comm.rank)
+    train_frames = toy_shard(groups.data.rank, frames)
+    sampler = ShuffledSampler(train_frames, sizes.start, seed=1, rank=groups.data.rank)
     step = EagerStep(workspace, sgd, averager.average_gradient, make_objective)
     return Trainer(
         model=model,
         optimizer=sgd,
         schedule=Exponential(learning_rate, epochs, learning_rate),
         batches=make_batch_loader(train_frames, model.transform, sampler, out=workspace.x, mark=averager.timer.mark),
-        cv=toy_shard(50 + comm.rank, 40),
+        cv=toy_shard(50 + groups.data.rank, 40),
         make_objective=make_objective,
         minibatch_sizes=sizes,
         eager_step=step,
@@ -115,7 +118,7 @@ def toy_trainer(
         averager=averager,
         checkpoints=checkpoints or NoCheckpoints(),
         run=run or Recorder(),
-        warmup=parallel.warmup if comm.world_size > 1 else "none",
+        warmup=parallel.warmup if groups.data.world_size > 1 else "none",
         warmup_minibatches=parallel.warmup_minibatches,
     )
 
@@ -123,7 +126,7 @@ def toy_trainer(
 def with_combination(trainer: Trainer, *, most: int = 3, epochs: float = 0.7, period: int = 3) -> Trainer:
     """The trainer, whose final model may be a mean of the last epochs, or a moving average."""
     network = trainer.model.network
-    moving = MovingAverage(network, trainer.comm, trainer.batches, epochs=epochs, period=period)
+    moving = MovingAverage(network, trainer.groups, trainer.batches, epochs=epochs, period=period)
     trainer.combination = Combination(last=MeanOfEpochs(network, most), moving=moving)
     return trainer
 
