@@ -31,7 +31,7 @@ TOKENS = {
     "nn": 26_760,
     "optim": 7_410,
     "recipe": 12_100,
-    "report": 13_100,
+    "report": 12_600,
     "reproduce": 18_750,
     "runs": 12_800,
     "slurm": 6_950,

@@ -28,7 +28,6 @@ from ddnn.util.errors import UserError
 from ddnn.util.text import render, table
 
 PLOT = "scaling.png"
-_CHECK_COLUMNS = ("measured", "strategy", "workers", "speed-up", "model", "error", "used for")
 
 
 @dataclass(frozen=True)
@@ -99,27 +98,13 @@ class Scaling:
         """The constants, the measurements compared with the model, a column of speed-ups and efficiencies for each
         cost."""
         sources = shortest_ends([Path(check.source) for check in self.checks])
-        checks = [
-            (
-                source,
-                k.strategy,
-                str(k.workers),
-                f"{k.measured:.2f}",
-                f"{k.predicted:.2f}",
-                f"{round(100 * k.error, 1) + 0.0:+.1f} %",  # never -0.0
-                "fit" if k.fitted else "check",
-            )
-            for source, k in zip(sources, self.checks, strict=True)
-        ]
-        speed_ups = {p.workers: [self.speed_up(scheme, p.workers) for scheme in SAME_COST] for p in self.predictions}
-        costs = ("workers", *map(str, SAME_COST))
-        efficiencies = [[str(n), *(f"{100 * s / n:.1f}" for s in row)] for n, row in speed_ups.items()]
         return render(
             "scale.txt.j2",
             found=self,
-            checks=table(checks, _CHECK_COLUMNS, "llrrrrl") if checks else "",
-            speed_ups=table([[str(n), *(f"{s:.2f}" for s in row)] for n, row in speed_ups.items()], costs, "r"),
-            efficiencies=table(efficiencies, costs, "r"),
+            checks=list(zip(sources, self.checks, strict=True)),
+            speed_ups={p.workers: [self.speed_up(scheme, p.workers) for scheme in SAME_COST] for p in self.predictions},
+            costs=list(map(str, SAME_COST)),
+            table=table,
         )
 
 

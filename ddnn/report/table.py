@@ -22,7 +22,7 @@ from ddnn.recipe.section import get_value
 from ddnn.report.figures import draw_report
 from ddnn.report.runs import Run, Summary, read_runs, remarks, shortest_ends, summarize
 from ddnn.util.files import ensure_directory, write_text
-from ddnn.util.text import printable
+from ddnn.util.text import printable, render
 
 CONTRAST = (
     "parallel.strategy", "parallel.averaging_period", "optimizer.name", "model.activation", "schedule.name", "seed",
@@ -32,43 +32,7 @@ MAX_DIFFERING = 12
 WIDTH = 100  # of a table
 RUNS_PER_TABLE = 4
 EPOCH_PARTS = ("train", "cv", "workers")
-SPEED_UP = "speed-up over one worker"
 _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")  # how what a spreadsheet computes begins
-_START_ROWS = {"precision": "{precision}", "machine": "{machine}", "date": "{date:.16}"}
-_MODEL_ROWS = {
-    "epochs": "{epochs}",
-    "ended": "{ended}",
-    "warm-up training loss": "{warmup_loss:.4f}",
-    "final model: epoch": "{model}",
-    **{
-        f"its {split} {figure.label}{'' if figure.percent else ' per frame'}": (
-            f"{{model_{key}_{figure.name}:{'.2%' if figure.percent else '.4f'}}}"
-        )
-        for figure in FIGURES.values()
-        for split, key in (("training", "train"), ("CV", "cv"))
-    },
-    "lower CV loss, not kept": "{lowest_cv_loss:.4f} (epoch {lowest_cv_loss_epoch})",
-}
-_TIME_ROWS = {
-    "last learning rate, applied": "{learning_rate:.4g}",
-    "training seconds": "{seconds:,.1f}",
-    "frames/s": "{frames_per_second:,.0f}",
-    "frames/s per worker": "{frames_per_second_per_worker:,.0f}",
-    SPEED_UP: "{speed_up:.2f}",
-    "efficiency: speed-up/workers": "{efficiency:.1%}",
-    "compute time": "{compute_fraction_mean:.1%}",
-    "compute time, least": "{compute_fraction_worst:.1%} (rank {compute_fraction_rank})",
-    "data time": "{data_fraction_mean:.1%}",
-    "data time, most": "{data_fraction_worst:.1%} (rank {data_fraction_rank})",
-    "communication time": "{comm_fraction_mean:.1%}",
-    "communication time, most": "{comm_fraction_worst:.1%} (rank {comm_fraction_rank})",
-    "waiting time": "{wait_fraction_mean:.1%}",
-    "waiting time, most": "{wait_fraction_worst:.1%} (rank {wait_fraction_rank})",
-    "consensus distance, last": "{consensus_distance_mean:.3g}",
-    "consensus distance, most": "{consensus_distance_worst:.3g} (rank {consensus_distance_rank})",
-    "bytes sent per averaging": "{bytes_per_averaging:,.0f}",
-    "excluded averagings": "{excluded_averagings}",
-}
 
 
 @dataclass(frozen=True)
@@ -101,26 +65,26 @@ class Report:
         }
 
     def as_text(self) -> str:
-        shown = {_word(key) if key in CONTRAST else key: _texts(values) for key, values in self.settings.items()}
-        contrast, differing = list(shown.items())[: len(CONTRAST)], list(shown.items())[len(CONTRAST) :]
-        rows = self._rows({"workers": "{workers}"}) | dict(contrast) | self._rows(_START_ROWS)
-        rows |= dict(differing[:MAX_DIFFERING]) | self._rows(_MODEL_ROWS)
-        results = [run.results[0] for run in self.runs]
-        for name in dict.fromkeys(name for result in results for name in result):
-            digits = 4 if name.endswith("frame") else 2
-            rows[name] = [f"{result[name]:.{digits}f}" if name in result else "-" for result in results]
-        lines = [_tables([run.name for run in self.runs], rows | self._rows(_TIME_ROWS))]
-        if hidden := [key for key, _ in differing[MAX_DIFFERING:]]:
+        settings = {_word(key) if key in CONTRAST else key: _texts(values) for key, values in self.settings.items()}
+        contrast, differing = list(settings)[: len(CONTRAST)], list(settings)[len(CONTRAST) :]
+        results = dict.fromkeys(name for run in self.runs for name in run.results[0])
+        columns = []
+        for number, (run, summary) in enumerate(zip(self.runs, self.summaries, strict=True)):
+            text = render(
+                "report.txt.j2",
+                **{"s": summary, "figures": FIGURES.values(), "printable": printable},
+                keys={key: settings[key][number] for key in contrast},
+                differing={key: settings[key][number] for key in differing[:MAX_DIFFERING]},
+                results=results | run.results[0],
+            )
+            columns.append(dict(line.split("\t", 1) for line in text.splitlines() if line))
+        lines = [_tables([run.name for run in self.runs], columns)]
+        if hidden := differing[MAX_DIFFERING:]:
             lines.append(f"{len(hidden)} more keys differ: {', '.join(hidden)}")
         lines += remarks(self.runs, self.summaries)
         lines += [f"{run.name}: {event.as_text()}" for run in self.runs for event in run.metrics.events]
         lines += [f"plot: {path}" for path in self.plots] + [f"table: {path}" for path in self.tables]
         return "\n".join(lines)
-
-    def _rows(self, formats: Mapping[str, str]) -> dict[str, list[str]]:
-        """Label -> a cell for each run; "-" if a run does not have the figure."""
-        figures = [_shown(summary) for summary in self.summaries]
-        return {label: [_format(text, known) for known in figures] for label, text in formats.items()}
 
     def runs_csv(self) -> str:
         """A row for each run: recipe keys, and figures that are not rounded."""
@@ -154,39 +118,21 @@ def report(
     return replace(result, tables=tables)
 
 
-def _shown(summary: Summary) -> dict[str, Any]:
-    """The figures of a run that its column of the table shows: with one worker, none that compare workers, no zeros."""
-    model = summary["model_combination"] or summary["model_epoch"]
-    figures = summary | {"model": model if summary["finished"] or model is None else f"{model} (so far)"}
-    figures["excluded_averagings"] = figures["excluded_averagings"] or None
-    if summary["workers"] == 1:
-        for name, value in summary.items():
-            if name.endswith(("_rank", "_per_worker")) or (name.endswith("_mean") and value == 0.0):
-                del figures[name]
-    return {name: value for name, value in figures.items() if value is not None}
-
-
-def _format(text: str, figures: Mapping[str, Any]) -> str:
-    try:
-        return text.format_map(figures).replace("%", " %")
-    except KeyError:
-        return "-"
-
-
-def _tables(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+def _tables(names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
     """Tables with a column for each run; without rows in which nothing is known."""
     console = Console(
         file=(text := io.StringIO()), width=WIDTH, markup=False, emoji=False, highlight=False, color_system=None
     )
     for first in range(0, len(names), RUNS_PER_TABLE):
-        part = slice(first, first + RUNS_PER_TABLE)
+        shown = columns[first : first + RUNS_PER_TABLE]
         table = Table.grid(padding=(0, 0, 0, 2), pad_edge=False)
         table.add_column(no_wrap=True)
-        for _ in names[part]:
+        for _ in shown:
             table.add_column(justify="right", overflow="fold")
-        for label, cells in {"": names, **rows}.items():
-            if set(cells[part]) != {"-"}:
-                table.add_row(*(printable(cell, "") for cell in (label, *cells[part])))
+        table.add_row("", *names[first : first + RUNS_PER_TABLE])
+        for label in shown[0]:
+            if any(column[label] != "-" for column in shown):
+                table.add_row(label, *(column[label] for column in shown))
         console.print(*[""] * bool(first), table)
     return text.getvalue().rstrip()
 
@@ -239,8 +185,8 @@ def _settings(recipes: Sequence[Recipe | None]) -> dict[str, list[Any]]:
     return settings
 
 
-def _texts(values: Sequence[Any]) -> list[str]:
-    """Values of a key as text, paths without the folders that they share; "-" if it is not used."""
+def _texts(values: Sequence[Any]) -> list[str | None]:
+    """Values of a key as text, paths without the folders that they share; None if it is not used."""
     paths = [value for value in values if isinstance(value, Path)]
     short = dict(zip(paths, shortest_ends(paths), strict=True))
-    return ["-" if value is None else short[value] if isinstance(value, Path) else str(value) for value in values]
+    return [None if value is None else short[value] if isinstance(value, Path) else str(value) for value in values]
