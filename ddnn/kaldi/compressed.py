@@ -12,7 +12,7 @@ where it compresses a matrix of fewer than 5 rows."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +43,11 @@ METHODS = (1, 2, 3, 5)
 others are for integers and for values from 0 to 1."""
 # Kaldi's own constant for 1/65535, single precision.
 _PER_STEP = np.float32(1.52590218966964e-05)
-_TINY = 1e-25
 # The table of what 256 bytes mean takes a thousand bytes a column: columns are decoded so many at a time.
 _COLUMNS = 4096
-_BYTES = np.arange(256, dtype=np.float32)
-_64THS, _128THS = _BYTES[:65] / np.float32(64), _BYTES[1:129] / np.float32(128)
+_BYTES = np.arange(129, dtype=np.float32)
+_SEGMENTS = ((0, _BYTES[:65], 64), (65, _BYTES[1:129], 128), (193, _BYTES[1:64], 63))
+"""The bytes between two percentiles of a column: the first, at which step above the lower percentile each is, steps in all."""
 
 
 def decode(header: MatrixHeader, data: bytes | bytearray) -> Float32Array:
@@ -62,34 +62,22 @@ def decode(header: MatrixHeader, data: bytes | bytearray) -> Float32Array:
             values += low
             return values
         percentiles = _to_float(low, width, np.frombuffer(data, "<u2", 4 * columns).reshape(columns, 4))
-        wide = np.float32 if width > _TINY else np.float64
         coded = np.frombuffer(data, "u1", offset=8 * columns).reshape(columns, rows)
         values = np.empty((rows, columns), np.float32)
         for first in range(0, columns, _COLUMNS):
             some = slice(first, first + _COLUMNS)
-            _decode_columns(percentiles[some], coded[some].T, wide, values[:, some])
+            _decode_columns(percentiles[some], coded[some].T, values[:, some])
         return values
 
 
-def _decode_columns(
-    percentiles: Float32Array, coded: NDArray[np.uint8], wide: type[np.floating[Any]], out: Float32Array
-) -> None:
+def _decode_columns(percentiles: Float32Array, coded: NDArray[np.uint8], out: Float32Array) -> None:
     """Fills `out` (rows, columns) from `percentiles` (columns, 4) and `coded` (rows, columns)."""
     rows, columns = out.shape
-    p0, p25, p75, p100 = (percentiles[:, i : i + 1] for i in range(4))
-    # What each of the 256 bytes means, column by column. Kaldi's 1/63.0 is a double. So are 1/64.0 and 1/128.0, but to
-    # divide by 64 or 128 is exact in single precision, also before the product, unless the values are next to nothing.
+    # What each of the 256 bytes means, column by column: between two percentiles in steps, which are doubles in Kaldi.
     table = np.empty((columns, 256), np.float32)
-    if wide is np.float32:
-        for low, high, part, steps in ((p0, p25, table[:, :65], _64THS), (p25, p75, table[:, 65:193], _128THS)):
-            np.multiply(high - low, steps, out=part)
-            part += low
-    else:
-        table[:, :65] = p0 + ((p25 - p0) * _BYTES[:65]).astype(wide) * wide(1 / 64.0)
-        table[:, 65:193] = p25 + ((p75 - p25) * _BYTES[1:129]).astype(wide) * wide(1 / 128.0)
-    last = np.multiply((p100 - p75) * _BYTES[1:64], 1 / 63.0, dtype=np.float64)
-    last += p75
-    table[:, 193:] = last
+    for n, (first, at, steps) in enumerate(_SEGMENTS):
+        low, high = percentiles[:, n : n + 1], percentiles[:, n + 1 : n + 2]
+        table[:, first : first + len(at)] = np.multiply((high - low) * at, 1 / steps, dtype=np.float64) + low
     flat = table.reshape(-1)
     starts = np.arange(0, 256 * columns, 256)
     # The indices are 8 bytes each: a block at a time fits the cache, and malloc keeps it; otherwise 1000 frames of 40
