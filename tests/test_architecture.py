@@ -27,7 +27,7 @@ TOKENS = {
     "decoding": 9_100,
     "distributed": 9_750,
     "inspection": 6_500,
-    "kaldi": 20_750,
+    "kaldi": 20_500,
     "nn": 26_760,
     "optim": 7_410,
     "recipe": 12_100,

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -86,33 +87,21 @@ class UtteranceIndex:
 def concatenate(indices: Sequence[UtteranceIndex]) -> UtteranceIndex:
     """Several corpora as one, in this order, for what does not read features: no utterance is in two of them. Speakers
     of the same name are one speaker, and without `utt2spk` in one of them there are none."""
-    if len(indices) == 1:
-        return indices[0]
-    first, counts = indices[0], Counter[str]()
-    of_pdfs = np.zeros(max(len(index.pdf_counts) for index in indices), np.int64)
-    speakers: dict[str, str] | None = {}
-    for index in indices:
-        of_pdfs[: len(index.pdf_counts)] += index.pdf_counts
-        counts.update(index.counts)
-        if speakers is None or index.speakers is None:
-            speakers = None
-        else:
-            speakers |= zip(index.utterances, index.speakers, strict=True)
-    directory = replace(
-        first.directory,
-        entries=tuple(entry for i in indices for entry in i.directory.entries),
-        speakers=speakers,
-        cmvn=None,
-    )
-    return replace(
-        first,
-        directory=directory,
-        entries=tuple(entry for index in indices for entry in index.entries),
-        num_frames=np.concatenate([index.num_frames for index in indices]),
-        pdf_counts=of_pdfs,
-        alignments=None,
-        counts=dict(counts),
-        transforms=None,
+    return reduce(_joined, indices)
+
+
+def _joined(first: UtteranceIndex, second: UtteranceIndex) -> UtteranceIndex:
+    speakers, utterances = None, first.utterances + second.utterances
+    if first.speakers is not None and second.speakers is not None:
+        speakers = dict(zip(utterances, first.speakers + second.speakers, strict=True))
+    num_pdfs = max(first.num_pdfs, second.num_pdfs)
+    return UtteranceIndex(
+        replace(first.directory, entries=first.directory.entries + second.directory.entries, speakers=speakers),
+        first.entries + second.entries,
+        np.concatenate([first.num_frames, second.num_frames]),
+        first.dim,
+        np.sum([np.pad(index.pdf_counts, (0, num_pdfs - index.num_pdfs)) for index in (first, second)], axis=0),
+        counts={key: count + second.counts[key] for key, count in first.counts.items()},
     )
 
 

@@ -191,14 +191,11 @@ class BasicTypeReader:
     def int32(self, what: str = "an integer") -> int:
         if not self.binary:
             word, _ = self._peek_word()
-            if not _is_int32(word):
+            if not _INTEGER.fullmatch(word) or not INT32.min <= int(word) <= INT32.max:
                 raise self.error(f"{what} of 32 bits")
             self.stream.read(len(word))
             return int(word)
-        size, value = struct.unpack("<Bi", self.read_exact(5, what))
-        if size != 4:
-            raise MalformedRecordError(f"expected {what} of 4 bytes each, found the size {size} at position 0")
-        return int(value)
+        return int(self.int32_block(1, what)[0])
 
     def int32_block(self, count: int, what: str = "an integer") -> Int32Array:
         """`count` integers that follow each other, each written as a basic type; int32 (count,)."""
@@ -333,10 +330,6 @@ class BasicTypeReader:
             yield line
 
 
-def _is_int32(word: bytes) -> bool:
-    return _INTEGER.fullmatch(word) is not None and INT32.min <= int(word) <= INT32.max
-
-
 def split_words(line: bytes) -> Iterator[list[bytes]]:
     """The words of a line, some thousands at a time: a list of all would take twenty times the memory of the line."""
     start = 0
@@ -384,8 +377,6 @@ def open_stream(path: Path) -> BasicTypeReader:
     """Opens a table: a file or gzip. A name that ends in .gz must be a gzip; any gzip is decompressed. DataError: the
     file is missing, no regular file, empty, or not the gzip that its name promises."""
     try:
-        if not path.is_file():
-            raise DataError("the file does not exist, or is no regular file", location=path, hint="check the path")
         with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             is_gzip = stream.read(min(size, 2)) == b"\x1f\x8b"  # nothing of a file in /proc, which might wait
@@ -398,7 +389,7 @@ def open_stream(path: Path) -> BasicTypeReader:
         unzipped.limit = min(size * _DEFLATE_LIMIT, max(_LARGE, size * _LARGE_LIMIT))
         return BasicTypeReader(BufferedReader(cast(RawIOBase, unzipped), 1 << 16), unzipped.limit)
     except OSError as error:
-        raise DataError(f"cannot read: {error.strerror}", location=path) from error
+        raise DataError(f"cannot read: {error.strerror}", location=path, hint="check the path") from error
 
 
 @contextmanager

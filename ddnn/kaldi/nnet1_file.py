@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -16,43 +16,23 @@ from ddnn.kaldi.nnet1 import (
     MAX_DEPTH,
     MAX_DIM,
     Activation,
-    AddShift,
     AffineTransform,
-    AveragePoolingComponent,
     Component,
     ConvolutionalComponent,
     Copy,
     Dropout,
-    LengthNormComponent,
-    MaxPoolingComponent,
     ParallelComponent,
     ParametricRelu,
     RbmComponent,
-    Rescale,
-    Splice,
 )
 from ddnn.util.errors import DataError
 from ddnn.util.files import atomic_write
 
-_TYPES: dict[str, type[Any]] = {
-    "<AffineTransform>": AffineTransform,
-    "<Sigmoid>": Activation,
-    "<Tanh>": Activation,
-    "<Softmax>": Activation,
-    "<ParametricRelu>": ParametricRelu,
-    "<LengthNormComponent>": LengthNormComponent,
-    "<Dropout>": Dropout,
-    "<ConvolutionalComponent>": ConvolutionalComponent,
-    "<MaxPoolingComponent>": MaxPoolingComponent,
-    "<AveragePoolingComponent>": AveragePoolingComponent,
-    "<Splice>": Splice,
-    "<Copy>": Copy,
-    "<AddShift>": AddShift,
-    "<Rescale>": Rescale,
-    "<Rbm>": RbmComponent,
-    "<ParallelComponent>": ParallelComponent,
-}
-_TOKENS = {component_type: token for token, component_type in _TYPES.items()}
+# A component is called as its class, but for these.
+_TOKENS = {component_type: f"<{component_type.__name__}>" for component_type in get_args(Component)}
+_TOKENS[RbmComponent] = "<Rbm>"
+_ACTIVATIONS = dict.fromkeys(("<Sigmoid>", "<Tanh>", "<Softmax>"), Activation)
+_TYPES: dict[str, type[Any]] = {_TOKENS[t]: t for t in _TOKENS if t is not Activation} | _ACTIVATIONS
 # Kaldi takes any case: files of 2012 have <affinetransform>.
 _BY_TOKEN = {token.lower(): component_type for token, component_type in _TYPES.items()}
 TOKENS = tuple(_BY_TOKEN)  # with one of which, in any case, a network may begin, if not with <Nnet>

@@ -11,7 +11,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,9 +68,11 @@ class TransformConfig:
     def from_header(values: Any) -> TransformConfig:
         """What a stored model says; ValueError or TypeError where that cannot be."""
         config = TransformConfig(**values)
-        numbers = {key: value for key, value in vars(config).items() if key not in ("final_mat", "adapted")}
-        valid = all(type(number) is int and 0 <= number < 1 << 20 for number in numbers.values())
-        valid = valid and type(config.adapted) is bool and type(config.final_mat) is str
+        valid = all(
+            type(value) is type(default)
+            for value, default in zip(astuple(config), astuple(TransformConfig()), strict=True)
+        )
+        valid = valid and all(0 <= value < 1 << 20 for value in vars(config).values() if not isinstance(value, str))
         if not valid or bool(config.final_mat) != (config.output_dim > 0) or config.delta_order > 4:
             raise ValueError(f"transforms {str(values)[:200]!r}")
         return config
