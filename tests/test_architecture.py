@@ -33,7 +33,7 @@ TOKENS = {
     "recipe": 12_100,
     "report": 12_600,
     "reproduce": 18_750,
-    "runs": 12_800,
+    "runs": 12_700,
     "slurm": 6_950,
     "synth": 5_250,
     "training": 33_050,

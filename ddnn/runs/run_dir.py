@@ -261,43 +261,48 @@ class RunDir:
         model supersedes. UserError if there still is no room."""
         from ddnn.nn.acoustic_model import encode_model  # imports torch
 
-        result = self.path / (FINAL if self.kind == "training" else DBN)
+        result, best = self.path / (FINAL if self.kind == "training" else DBN), self.path / BEST
         data = encode_model(model, result)
         checkpoint = peek_checkpoint(self.path / CHECKPOINTS, lambda problem: None)
-        _write_making_room(
-            lambda: self._write_result(result, data),
-            lambda: self._make_room(data, checkpoint),
-            lambda error: self._unfinished_hint(error, checkpoint),
-        )
+        newest = None if checkpoint is None else checkpoint.number
+        if has_content(best, data, follow_symlinks=False):
+            with suppress(OSError):  # needs no space
+                best.replace(result)
+
+        def write() -> None:
+            if not has_content(result, data, follow_symlinks=False):
+                with atomic_write(result) as handle:
+                    handle.write(data)
+
+        self._make_room_for(write, newest, lambda error: self._unfinished_hint(error, checkpoint))
         fsync_directory(self.path)
         lost = f"the model is complete in {result.name}; the newest rows of {run_status.METRICS} are lost"
-        _write_making_room(self._metrics.flush, self._remove_superseded, lambda error: lost)
-        self._remove_superseded(keep=checkpoint.number if keep_checkpoint and checkpoint is not None else None)
+        self._make_room_for(self._metrics.flush, None, lambda error: lost)
+        self._remove_superseded(newest if keep_checkpoint else None)
         if self._parent is None:
             self.set_status(state="finished", minibatch=0)
 
-    def _remove_superseded(self, keep: int | None = None) -> None:
-        """What nobody needs once the model is written; the checkpoint `keep` stays."""
+    def _remove_superseded(self, keep: int | None) -> None:
+        """What nobody needs once the model is written; the checkpoint `keep` stays, from which it can be written again."""
         with suppress(OSError):
             (self.path / BEST).unlink(missing_ok=True)
         remove_checkpoints(self.path / CHECKPOINTS, keep)
 
-    def _make_room(self, data: bytes, checkpoint: CheckpointSummary | None) -> None:
-        """Removes what is superseded by the newest checkpoint and by the trained model, whose file is `data`."""
-        if checkpoint is not None:
-            remove_checkpoints(self.path / CHECKPOINTS, keep=checkpoint.number)
-        if not has_content(self.path / BEST, data, follow_symlinks=False):
-            with suppress(OSError):
-                (self.path / BEST).unlink(missing_ok=True)
-
-    def _write_result(self, result: Path, data: bytes) -> None:
-        """Best.safetensors is renamed where it holds the same model, which needs no space."""
-        if has_content(self.path / BEST, data, follow_symlinks=False):
-            with suppress(OSError):
-                (self.path / BEST).replace(result)
-                return
-        with atomic_write(result) as handle:
-            handle.write(data)
+    def _make_room_for(self, write: Callable[[], None], keep: int | None, hint: Callable[[UserError], str]) -> None:
+        """Writes; on a full disk once more without what is superseded. If the disk is the reason of a UserError, it gets
+        this hint."""
+        try:
+            try:
+                write()
+            except UserError as error:
+                if not is_full_disk(error):
+                    raise
+                self._remove_superseded(keep)
+                write()
+        except UserError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            raise UserError(error.message, location=error.location, hint=hint(error)) from error
 
     def _unfinished_hint(self, error: UserError, checkpoint: CheckpointSummary | None) -> str:
         """What to do where the model could not be written, and what a resume does then."""
@@ -333,24 +338,6 @@ class RunDir:
             self._log = None
         if self._lock is not None:
             self._lock.release()
-
-
-def _write_making_room(
-    write: Callable[[], None], make_room: Callable[[], None], hint: Callable[[UserError], str]
-) -> None:
-    """Writes; on a full disk once more after `make_room`. If the disk is the reason of a UserError, it gets this hint."""
-    try:
-        try:
-            write()
-        except UserError as error:
-            if not is_full_disk(error):
-                raise
-            make_room()
-            write()
-    except UserError as error:
-        if not isinstance(error.__cause__, OSError):
-            raise
-        raise UserError(error.message, location=error.location, hint=hint(error)) from error
 
 
 class NullRunDir(RunDir):

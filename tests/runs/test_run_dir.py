@@ -506,6 +506,13 @@ def test_the_network_of_an_earlier_epoch_is_not_renamed(tmp_path: Path) -> None:
     assert torch.equal(load_model(run.path / FINAL).network.parameters, model().network.parameters)
 
 
+def test_a_longer_training_replaces_the_model_of_before(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    run.finish(other_model())
+    run.finish(model())
+    assert torch.equal(load_model(run.path / FINAL).network.parameters, model().network.parameters)
+
+
 def test_a_link_in_place_of_the_best_network_is_not_renamed(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     run.save_best(model())
