@@ -127,15 +127,14 @@ def build_index(
     if comm.world_size > 1:
         _check_same_tables(comm, directory, alignments)
     summary, lengths = _match_alignments(directory, alignments) if comm.rank == 0 else (None, torch.empty(0))
-    of_first: dict[str, Any] = comm.all_gather_object(summary)[0]
+    of_rank_0: dict[str, Any] = comm.all_gather_object(summary)[0]
     if comm.rank != 0:
-        lengths = torch.empty(2, of_first["counts"]["used"], dtype=torch.int64)
+        lengths = torch.empty(2, of_rank_0["counts"]["used"], dtype=torch.int64)
     comm.broadcast(lengths)
     selected, num_frames = lengths.numpy()
-    index = UtteranceIndex(directory, tuple(directory.entries[n] for n in selected), num_frames, **of_first)
+    index = UtteranceIndex(directory, tuple(directory.entries[n] for n in selected), num_frames, **of_rank_0)
     if alignments is not None:
-        of_pdfs = pdf_counts(alignments, index.utterances)
-        index = replace(index, pdf_counts=of_pdfs, alignments=alignments)
+        index = replace(index, pdf_counts=pdf_counts(alignments, index.utterances), alignments=alignments)
     check_skipped(index, max_skipped_fraction, quiet=comm.rank != 0)
     return index
 
@@ -180,10 +179,10 @@ def describe_length_mismatch(lengths: Sequence[tuple[str, int, int]]) -> str:
     difference, count = differences.most_common(1)[0] if lengths else (0, 0)
     if difference == 0 or 2 * count <= len(lengths):
         return ""
-    name, frames, aligned = next(one for one in lengths if one[2] - one[1] == difference)
+    name, frames, aligned = next(item for item in lengths if item[2] - item[1] == difference)
     which = f"{plural(abs(difference), 'frame')} {'longer' if difference > 0 else 'shorter'} than the features"
-    first = f"the first is {name} with {frames} frames of features and {aligned} of alignment"
-    return f"the alignments of {count} of {len(lengths)} utterances are {which}; {first}"
+    example = f"the first is {name} with {frames} frames of features and {aligned} of alignment"
+    return f"the alignments of {count} of {len(lengths)} utterances are {which}; {example}"
 
 
 def check_skipped(index: UtteranceIndex, max_skipped_fraction: float | None, *, quiet: bool = False) -> None:
@@ -194,18 +193,18 @@ def check_skipped(index: UtteranceIndex, max_skipped_fraction: float | None, *, 
     described = f"{counts['no_alignment']} without an alignment, {counts['length_differs']} differing from theirs by "
     described += f"{LENGTH_TOLERANCE} frames or more, {counts['empty']} without frames"
     if index.mismatch and not quiet:
-        usual = (
-            "a different frame shift or --snip-edges setting, or a subsampled alignment; labels are then assigned to "
+        message = (
+            "%s: %s. This usually means a different frame shift or --snip-edges setting, or a subsampled alignment; "
         )
-        log.warning("%s: %s. This usually means %sthe wrong frames.", directory.path, index.mismatch, usual)
+        log.warning(message + "labels are then assigned to the wrong frames.", directory.path, index.mismatch)
     if counts["used"] == 0 or (max_skipped_fraction is not None and skipped > max_skipped_fraction * total):
         used = set(index.utterances)
         first = next(entry.key for entry in directory.entries if entry.key not in used)
         where = "" if aligned is None else f"; alignments are from {aligned.path}"
         if aligned is not None and first not in aligned.pdfs:
-            same = next((name for name in aligned.pdfs if name.lower() == first.lower()), None)
+            similar = next((name for name in aligned.pdfs if name.lower() == first.lower()), None)
             other = f", as of {next(iter(aligned.pdfs), None)}"
-            where += other if same is None else f" and have {same}: upper and lower case differ"
+            where += other if similar is None else f" and have {similar}: upper and lower case differ"
         hint = "check that features and alignments belong together"
         if max_skipped_fraction is not None:
             hint += f", or raise data.max_skipped_fraction (now {max_skipped_fraction:g})"
@@ -306,12 +305,12 @@ def hold_out_by_default(index: UtteranceIndex, fraction: float, seed: int) -> tu
     train, cv, reason = list[int](), list[int](), "has no utt2spk" if index.speakers is None else "has a single speaker"
     if count > 1:
         train, cv = hold_out_fraction(index, fraction, seed)
-        found = fraction_of(index, cv)
-        if fraction_reached(found, fraction):
+        speakers_fraction = fraction_of(index, cv)
+        if fraction_reached(speakers_fraction, fraction):
             return train, cv, ""
-        reason = f"has too few speakers, {count}: whole ones would be {100 * found:.1f} % of the frames"
+        reason = f"has too few speakers, {count}: whole ones would be {100 * speakers_fraction:.1f} % of the frames"
     by_utterances = hold_out_fraction(index, fraction, seed, "utterance")
-    if cv and abs(fraction_of(index, by_utterances[1]) - fraction) >= abs(found - fraction):
+    if cv and abs(fraction_of(index, by_utterances[1]) - fraction) >= abs(speakers_fraction - fraction):
         return train, cv, ""
     return *by_utterances, reason
 
@@ -321,9 +320,9 @@ def fraction_of(index: UtteranceIndex, utterances: Sequence[int]) -> float:
     return float(index.num_frames[list(utterances)].sum() / index.num_frames.sum())
 
 
-def fraction_reached(found: float, wanted: float) -> bool:
+def fraction_reached(fraction: float, wanted: float) -> bool:
     """Whether a held-out fraction is about what was asked for."""
-    return 1 / FRACTION_TOLERANCE <= found / wanted <= FRACTION_TOLERANCE
+    return 1 / FRACTION_TOLERANCE <= fraction / wanted <= FRACTION_TOLERANCE
 
 
 def _speakers(index: UtteranceIndex, otherwise: str = "set data.cv.by: utterance") -> tuple[str, ...]:

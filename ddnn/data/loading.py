@@ -153,7 +153,7 @@ def load_features(
     the file cannot be written."""
     started, features, comm = time.perf_counter(), config.features, comm or SingleProcess()
     transforms = index.transforms or Transforms()
-    fmllr, spec = transforms.adapted or {}, FeatureSpec(features, index.dim, transforms.final_mat)
+    fmllr, spec = transforms.fmllr or {}, FeatureSpec(features, index.dim, transforms.final_mat)
     steps, blocks = iter(config.progress(index.entries)), list[tuple[int, int]]()
     with _runner(processes, target) as run:
         cmvn: Iterable[Float64Array | None] = repeat(None)

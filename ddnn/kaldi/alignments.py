@@ -82,12 +82,12 @@ def job_files(path: Path, name: str) -> list[Path]:
     `num_jobs` promises. DataError: there is none, one is missing, or there are more."""
     job = re.compile(re.escape(name).replace(r"\{\}", "([1-9][0-9]{0,8})"))
     try:
-        names = [entry.name for entry in path.iterdir()]
+        names = [file.name for file in path.iterdir()]
         num_jobs = path / "num_jobs"
         promised = read_bytes_limited(num_jobs, 100).strip() if num_jobs.exists() else None
     except OSError as error:
         raise DataError(f"cannot read the dir: {error.strerror}", location=path) from error
-    numbers = sorted(int(match[1]) for found in names if (match := job.fullmatch(found)))
+    numbers = sorted(int(match[1]) for entry in names if (match := job.fullmatch(entry)))
     if not numbers:
         hint = "give a Kaldi alignment dir (steps/align_*.sh writes one), or an archive of pdf-ids"
         raise DataError(f"there is no {name.format('*')} in the alignment dir", location=path, hint=hint)
@@ -112,18 +112,18 @@ def _read_records(
 ) -> dict[str, Int32Array]:
     """The vectors of archives, through `id_map`; DataError where an utterance comes twice, or an id is not in
     `valid`."""
-    found: dict[str, Int32Array] = {}
+    vectors: dict[str, Int32Array] = {}
     for path in paths:
         for key, ids in iterate_int_vectors(path):
-            if key in found:
+            if key in vectors:
                 message = f"utterance {key} occurs twice in the alignments"
                 raise DataError(message, location=path, hint="utterance ids must be unique; remove one of the two")
             if ids.size and (ids.min() < valid.start or ids.max() >= valid.stop):
                 frame = int(np.argmax((ids < valid.start) | (ids >= valid.stop)))
                 expected = f"expected a {kind} from {valid.start} to {valid.stop - 1}, found {ids[frame]}"
                 raise DataError(f"utterance {key}, frame {frame}: {expected}", location=path, hint=hint)
-            found[key] = ids if id_map is None else id_map[ids]
-    return found
+            vectors[key] = ids if id_map is None else id_map[ids]
+    return vectors
 
 
 def transition_digest(path: Path) -> str | None:
@@ -131,9 +131,9 @@ def transition_digest(path: Path) -> str | None:
     return read_transition_model(path / "final.mdl").digest if path.is_dir() else None
 
 
-def check_same_tree(found: str | None, expected: str | None, location: Path, name: str) -> None:
+def check_same_tree(digest: str | None, expected: str | None, location: Path, name: str) -> None:
     """DataError where both digests of transition models are known and differ. `name`: whose pdf-ids are expected."""
-    if found and expected and found != expected:
+    if digest and expected and digest != expected:
         message = f"its final.mdl is of another tree than that of {name}: the same pdf-id means another senone"
         hint = "use alignments, graph and final.mdl of one system: that of the training alignment"
         raise DataError(message, location=location, hint=hint)
@@ -143,8 +143,8 @@ def pdf_counts(alignments: Alignments, utterances: Iterable[str] | None = None) 
     """How many frames each pdf has, int64 (num_pdfs,), over `utterances` (which must be there) or over all."""
     counts, keys = np.zeros(alignments.num_pdfs, np.int64), iter(alignments.pdfs if utterances is None else utterances)
     # Many at once: a bincount of num_pdfs for each utterance would cost more than the counting.
-    while some := [alignments.pdfs[key] for key in islice(keys, 1024)]:
-        counts += np.bincount(np.concatenate(some), minlength=alignments.num_pdfs)
+    while chunk := [alignments.pdfs[key] for key in islice(keys, 1024)]:
+        counts += np.bincount(np.concatenate(chunk), minlength=alignments.num_pdfs)
     return counts
 
 

@@ -123,8 +123,8 @@ def _parse_entry(
     key: str, rest: str, path: Path, number: int, find: Callable[[str], Path | None], allow_pipes: bool
 ) -> ScpEntry:
     if not rest or "\0" in rest:
-        found = f"line {number}: a NUL character after" if rest else f"line {number} has no path after"
-        raise DataError(f"{found} {key!r}", location=path, hint=_HINT_LINE)
+        problem = f"line {number}: a NUL character after" if rest else f"line {number} has no path after"
+        raise DataError(f"{problem} {key!r}", location=path, hint=_HINT_LINE)
     location = f"{path}, line {number}"
 
     def error(message: str, hint: str | None = _HINT_LINE) -> DataError:

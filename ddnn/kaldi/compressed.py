@@ -65,8 +65,8 @@ def decode(header: MatrixHeader, data: bytes | bytearray) -> Float32Array:
         coded = np.frombuffer(data, "u1", offset=8 * columns).reshape(columns, rows)
         values = np.empty((rows, columns), np.float32)
         for first in range(0, columns, _COLUMNS):
-            some = slice(first, first + _COLUMNS)
-            _decode_columns(percentiles[some], coded[some].T, values[:, some])
+            block = slice(first, first + _COLUMNS)
+            _decode_columns(percentiles[block], coded[block].T, values[:, block])
         return values
 
 

@@ -43,23 +43,23 @@ def read_data_dir(path: Path, *, allow_pipes: bool = False) -> DataDir:
         raise DataError("the data dir is a file", location=path, hint=f"name its directory: {path.parent}")
     if not path.is_dir():
         raise DataError("the data dir does not exist, or is no directory", location=path, hint="check the path")
-    inside = [] if (path / "feats.scp").exists() else [file.parent.name for file in sorted(path.glob("*/feats.scp"))]
-    if inside:
-        message = f"there is no feats.scp; data dirs in it are {', '.join(inside[:5])}"
-        raise DataError(message, location=path, hint=f"name one of them, such as {path / inside[0]}")
+    nested = [] if (path / "feats.scp").exists() else [file.parent.name for file in sorted(path.glob("*/feats.scp"))]
+    if nested:
+        message = f"there is no feats.scp; data dirs in it are {', '.join(nested[:5])}"
+        raise DataError(message, location=path, hint=f"name one of them, such as {path / nested[0]}")
     if (path / "wav.scp").exists() and not (path / "feats.scp").exists():
         hint = "make features first, with Kaldi's steps/make_mfcc.sh or steps/make_fbank.sh"
         raise DataError("there is a wav.scp, but no feats.scp", location=path, hint=hint)
     entries = tuple(read_scp(path / "feats.scp", allow_pipes=allow_pipes))
     speakers = None
     if (path / "utt2spk").exists():
-        every = read_utt2spk(path / "utt2spk")
-        missing = [entry.key for entry in entries if entry.key not in every]
+        speaker_of = read_utt2spk(path / "utt2spk")
+        missing = [entry.key for entry in entries if entry.key not in speaker_of]
         if missing:
             counts = f"{len(missing)} of {len(entries)} utterances of feats.scp"
             message = f"{counts} have no speaker; the first is {missing[0]}"
             raise DataError(message, location=path / "utt2spk", hint=_HINT_SPEAKERS)
-        speakers = {entry.key: every[entry.key] for entry in entries}
+        speakers = {entry.key: speaker_of[entry.key] for entry in entries}
     cmvn = None
     if (path / "cmvn.scp").exists():
         cmvn = {entry.key: entry for entry in read_scp(path / "cmvn.scp", allow_pipes=allow_pipes)}

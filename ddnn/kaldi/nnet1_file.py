@@ -143,8 +143,8 @@ def _read_component(reader: BasicTypeReader, name: str, depth: int) -> Component
     if component_type is ParallelComponent:
         values: dict[str, Any] = {"networks": _read_networks(reader, f"{name}, ", depth + 1)}
     else:
-        known = {"kind": token[1:-1].lower(), "dim": output_dim, "input_dim": input_dim}
-        values = {field.name: known[field.name] for field in fields(component_type) if field.name in known}
+        header = {"kind": token[1:-1].lower(), "dim": output_dim, "input_dim": input_dim}
+        values = {field.name: header[field.name] for field in fields(component_type) if field.name in header}
         values |= _read_values(reader, component_type, token)
     try:
         component = component_type(**values)

@@ -77,14 +77,14 @@ class TransformConfig:
             raise ValueError(f"transforms {str(values)[:200]!r}")
         return config
 
-    def apply(self, features: AnyArray, final_mat: Matrix | None, own: Matrix | None) -> Float32Array:
+    def apply(self, features: AnyArray, final_mat: Matrix | None, fmllr: Matrix | None) -> Float32Array:
         """The features (frames, dim) of an utterance transformed, (frames, width), a new array. `final_mat`: as
-        `Transforms`; `own`: the transform of the utterance or its speaker, None without."""
+        `Transforms`; `fmllr`: the transform of the utterance or its speaker, None without."""
         if final_mat is None:
             result = add_deltas(features, self.delta_order, self.delta_window)
         else:
             result = apply_affine(splice_frames(features, self.left_context, self.right_context), final_mat)
-        return result if own is None else apply_affine(result, own)
+        return result if fmllr is None else apply_affine(result, fmllr)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Transforms:
     """The matrices of a `TransformConfig`: (output dim, input dim), with one more column where they have an offset."""
 
     final_mat: Matrix | None = None
-    adapted: Mapping[str, Matrix] | None = None  # of each utterance; those of a speaker are one array. None: no trans.*
+    fmllr: Mapping[str, Matrix] | None = None  # of each utterance; those of a speaker are one array. None: no trans.*
 
 
 def splice_frames(features: AnyArray, left: int, right: int) -> AnyArray:
@@ -146,11 +146,11 @@ def read_transforms(
     """The transforms of the Kaldi dir `path` for these utterances of the data dir `data`, whose features have `dim` dims;
     `speakers`: of each. DataError: they are not those that are `expected` (of the training, or of the first data dir);
     they do not fit the features; one is damaged, not finite, of other dims, or missing."""
-    found = read_transform_config(path)
-    if found != expected:
-        difference = f"{found.as_text()} found, {expected.as_text()} expected"
-        if found.as_text() == expected.as_text():
-            digests = f"{found.final_mat[:12]} found, {expected.final_mat[:12]} expected"
+    config = read_transform_config(path)
+    if config != expected:
+        difference = f"{config.as_text()} found, {expected.as_text()} expected"
+        if config.as_text() == expected.as_text():
+            digests = f"{config.final_mat[:12]} found, {expected.final_mat[:12]} expected"
             difference = f"another {MATRIX} ({digests}, by digest)"
         hint = "give the transforms that the same system made for this data, such as exp/tri4/decode_test"
         message = f"other transforms than those of the training data: {difference}"
@@ -158,19 +158,19 @@ def read_transforms(
     matrix = _read_final_mat(path)
     file, sees, dims = _raw_dims(path, matrix)
     if dims and dim not in dims:
-        message = f"features of {dim} dims ({data}) do not fit {sees}, with {found.as_text()}"
+        message = f"features of {dim} dims ({data}) do not fit {sees}, with {config.as_text()}"
         hint = "give the raw features that the system was trained on, and the splice_opts or delta_opts of its dir; "
         hint += "features that were written with these transforms (make_fmllr_feats.sh) need no data.transforms"
         raise DataError(message, location=file, hint=hint)
-    if not found.adapted:
+    if not config.adapted:
         return Transforms(matrix)
-    return Transforms(matrix, _read_fmllr(path, matrix is None, found.width(dim), utterances, speakers, data))
+    return Transforms(matrix, _read_fmllr(path, matrix is None, config.width(dim), utterances, speakers, data))
 
 
 def transforms_digest(transforms: Transforms) -> str:
     """By which workers on different hosts check that they have the same."""
     digest = hashlib.sha256(b"" if transforms.final_mat is None else transforms.final_mat.tobytes())
-    for name, matrix in (transforms.adapted or {}).items():
+    for name, matrix in (transforms.fmllr or {}).items():
         digest.update(f"{name}\n".encode() + matrix.tobytes())
     return digest.hexdigest()[:16]
 
@@ -329,8 +329,8 @@ def _read_fmllr(
 
 def _option_file(path: Path, name: str) -> Path:
     """The file of options in the dir itself or, where there is none, in that of its system."""
-    own = path / name
-    return own if own.is_file() else (_system_dir(path) or path) / name
+    file = path / name
+    return file if file.is_file() else (_system_dir(path) or path) / name
 
 
 def _options_of(path: Path, name: str) -> tuple[dict[str, Any], str]:

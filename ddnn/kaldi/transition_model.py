@@ -26,7 +26,7 @@ MAX_PDF = 1_000_000
 
 
 @dataclass(frozen=True)
-class State:
+class HmmState:
     """One HMM state."""
 
     forward_pdf_class: int  # NO_PDF for a non-emitting state
@@ -38,10 +38,10 @@ class State:
 class Topology:
     """The HMMs of all phones: which states a phone has and which transitions leave them."""
 
-    entries: tuple[tuple[State, ...], ...]  # the different HMMs; their last states are final, without transitions
+    entries: tuple[tuple[HmmState, ...], ...]  # the different HMMs; their last states are final, without transitions
     phone_to_entry: dict[int, int]  # phone-id (1 or more) to the index of its HMM, phones in ascending order
 
-    def states(self, phone: int) -> tuple[State, ...]:
+    def states(self, phone: int) -> tuple[HmmState, ...]:
         return self.entries[self.phone_to_entry[phone]]
 
     @property
@@ -115,7 +115,7 @@ def _validate_topology(topology: Topology) -> str | None:
     return None
 
 
-def _validate_entry(entry: Sequence[State]) -> str | None:
+def _validate_entry(entry: Sequence[HmmState]) -> str | None:
     last = len(entry) - 1
     if last < 1:
         return "an HMM without an emitting state"
@@ -161,14 +161,14 @@ def _read_binary_topology(reader: BasicTypeReader) -> Topology:
             self_loop = reader.int32("a pdf class") if extended else forward
             number = reader.int32("the number of transitions")
             transitions = tuple((reader.int32("a state"), reader.float32("a probability")) for _ in range(number))
-            states.append(State(forward, self_loop, transitions))
+            states.append(HmmState(forward, self_loop, transitions))
         entries.append(tuple(states))
     reader.expect("</Topology>")
     return Topology(tuple(entries), {phone: indices[phone] for phone in phones})
 
 
 def _read_text_topology(reader: BasicTypeReader) -> Topology:
-    entries, phone_to_entry = list[tuple[State, ...]](), dict[int, int]()
+    entries, phone_to_entry = list[tuple[HmmState, ...]](), dict[int, int]()
     while reader.expect("<TopologyEntry>", "</Topology>") == "<TopologyEntry>":
         reader.expect("<ForPhones>")
         while reader.peek_token() != "</ForPhones>":
@@ -177,14 +177,14 @@ def _read_text_topology(reader: BasicTypeReader) -> Topology:
                 raise reader.error("phones that each occur once", f"phone {phone} twice")
             phone_to_entry[phone] = len(entries)
         reader.expect("</ForPhones>")
-        states: list[State] = []
+        states: list[HmmState] = []
         while reader.expect("<State>", "</TopologyEntry>") == "<State>":
             states.append(_read_text_state(reader, len(states)))
         entries.append(tuple(states))
     return Topology(tuple(entries), dict(sorted(phone_to_entry.items())))
 
 
-def _read_text_state(reader: BasicTypeReader, expected: int) -> State:
+def _read_text_state(reader: BasicTypeReader, expected: int) -> HmmState:
     number = reader.int32("the state's number")
     if number != expected:
         raise reader.error(f"state {expected}", f"state {number}")
@@ -199,7 +199,7 @@ def _read_text_state(reader: BasicTypeReader, expected: int) -> State:
     transitions = []
     while reader.expect("<Transition>", "</State>") == "<Transition>":
         transitions.append((reader.int32("a state"), reader.float32("a probability")))
-    return State(forward, self_loop, tuple(transitions))
+    return HmmState(forward, self_loop, tuple(transitions))
 
 
 def read_transition_model(path: Path) -> TransitionModel:

@@ -33,7 +33,7 @@ from ddnn.kaldi.nnet1 import (
     Rescale,
     Splice,
 )
-from ddnn.kaldi.transition_model import State, Topology, TransitionModel
+from ddnn.kaldi.transition_model import HmmState, Topology, TransitionModel
 
 RNG = np.random.default_rng(6)
 MATRICES = {f"spk{n % 2}-utt{n}": RNG.normal(size=(4 + n, 3)).astype(np.float32) for n in range(4)}
@@ -91,12 +91,12 @@ def final_mdl() -> bytes:
 @cache
 def transition_model(chain: bool) -> TransitionModel:
     """A model of two sorts of HMMs: left-to-right, or (chain) with two pdf classes in a state."""
-    end = State(-1, -1, ())
+    end = HmmState(-1, -1, ())
     if chain:
-        entries = ((State(0, 1, ((0, 0.5), (1, 0.5))), end),)
+        entries = ((HmmState(0, 1, ((0, 0.5), (1, 0.5))), end),)
         return build_transition_model(Topology(entries, {1: 0, 2: 0}), [(1, 0, 0, 1), (2, 0, 2, 3)])
-    three = (State(0, 0, ((0, 0.75), (1, 0.25))), State(1, 1, ((1, 0.5), (2, 0.25), (0, 0.25))), end)
-    one = (State(0, 0, ((0, 0.5), (1, 0.5))), end)
+    three = (HmmState(0, 0, ((0, 0.75), (1, 0.25))), HmmState(1, 1, ((1, 0.5), (2, 0.25), (0, 0.25))), end)
+    one = (HmmState(0, 0, ((0, 0.5), (1, 0.5))), end)
     return build_transition_model(Topology((three, one), {1: 0, 3: 1}), [(1, 0, 0, 0), (1, 1, 1, 1), (3, 0, 2, 2)])
 
 

@@ -133,7 +133,7 @@ def _transforms_beside(folder: Path) -> None:
 def _transforms(folder: Path) -> None:
     config, names = read_transform_config(folder / "tri4"), ("spk0-a", "spk1-a")
     found = read_transforms(folder / "tri4", config, 4, names, ("spk0", "spk1"), folder)
-    own = found.adapted or {}
+    own = found.fmllr or {}
     for name in names:
         assert config.apply(np.ones((3, 4), np.float32), found.final_mat, own.get(name)).shape == (3, config.width(4))
     mismatched_options(folder / "tri4", folder, "mean", 0, 4)

@@ -15,7 +15,7 @@ from kaldi_files import build_transition_model, model_bytes, transitions_of, wri
 from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter
 from ddnn.kaldi.transition_model import (
     NO_PDF,
-    State,
+    HmmState,
     Topology,
     TransitionModel,
     read_transition_model,
@@ -23,13 +23,13 @@ from ddnn.kaldi.transition_model import (
 )
 from ddnn.util.errors import DataError
 
-FINAL = State(NO_PDF, NO_PDF, ())
+FINAL = HmmState(NO_PDF, NO_PDF, ())
 # A chain model's topology: forward and self-loop have pdfs of their own.
-CHAIN = Topology(((State(0, 1, ((0, 0.5), (1, 0.5))), FINAL),), {1: 0, 3: 0})
+CHAIN = Topology(((HmmState(0, 1, ((0, 0.5), (1, 0.5))), FINAL),), {1: 0, 3: 0})
 
 
 def small_model(num_phones: int = 2) -> TransitionModel:
-    states = [State(s, s, ((s, 0.75), (s + 1, 0.25))) for s in range(3)]
+    states = [HmmState(s, s, ((s, 0.75), (s + 1, 0.25))) for s in range(3)]
     topology = Topology(((*states, FINAL),), dict.fromkeys(range(1, num_phones + 1), 0))
     tuples = [(p, s, (p - 1) * 3 + s, (p - 1) * 3 + s) for p in range(1, num_phones + 1) for s in range(3)]
     return build_transition_model(topology, tuples)
@@ -155,21 +155,21 @@ def test_a_gmm_behind_it(tmp_path: Path) -> None:
     ("topology", "message"),
     [
         (Topology((), {}), "empty"),
-        (Topology(((State(0, 0, ((1, 1.0),)), FINAL),), {0: 0}), "phones 0 to 0"),
-        (Topology(((State(0, 0, ((1, 1.0),)), FINAL),), {2**31 - 1: 0}), "phones 2147483647"),
-        (Topology(((State(0, 0, ((1, 1.0),)), FINAL),) * 2, {1: 0}), "an HMM without phones"),
+        (Topology(((HmmState(0, 0, ((1, 1.0),)), FINAL),), {0: 0}), "phones 0 to 0"),
+        (Topology(((HmmState(0, 0, ((1, 1.0),)), FINAL),), {2**31 - 1: 0}), "phones 2147483647"),
+        (Topology(((HmmState(0, 0, ((1, 1.0),)), FINAL),) * 2, {1: 0}), "an HMM without phones"),
         (Topology(((FINAL,),), {1: 0}), "without an emitting state"),
-        (Topology(((State(0, 0, ((2, 1.0),)), FINAL),), {1: 0}), "a state that is not there"),
-        (Topology(((State(0, 0, ((-1, 1.0),)), FINAL),), {1: 0}), "a state that is not there"),
-        (Topology(((State(0, 0, ((1, 0.5), (1, 0.5))), FINAL),), {1: 0}), "two transitions to one state"),
-        (Topology(((State(0, 0, ((1, 0.0),)), FINAL),), {1: 0}), "not positive"),
-        (Topology(((State(0, 0, ((1, float("nan")),)), FINAL),), {1: 0}), "not positive"),
-        (Topology(((State(0, 0, ()), FINAL),), {1: 0}), "state 0 without transitions"),
-        (Topology(((State(0, 0, ((0, 1.0),)), FINAL),), {1: 0}), "no transition reaches"),
-        (Topology(((State(1, 1, ((1, 1.0),)), FINAL),), {1: 0}), "pdf classes"),
-        (Topology(((State(-1, -1, ((1, 1.0),)), FINAL),), {1: 0}), "non-emitting state 0"),
-        (Topology(((State(0, -1, ((1, 1.0),)), FINAL),), {1: 0}), "only one of its two pdf classes"),
-        (Topology(((State(0, 0, ((1, 1.0),)), State(0, 0, ())),), {1: 0}), "last state"),
+        (Topology(((HmmState(0, 0, ((2, 1.0),)), FINAL),), {1: 0}), "a state that is not there"),
+        (Topology(((HmmState(0, 0, ((-1, 1.0),)), FINAL),), {1: 0}), "a state that is not there"),
+        (Topology(((HmmState(0, 0, ((1, 0.5), (1, 0.5))), FINAL),), {1: 0}), "two transitions to one state"),
+        (Topology(((HmmState(0, 0, ((1, 0.0),)), FINAL),), {1: 0}), "not positive"),
+        (Topology(((HmmState(0, 0, ((1, float("nan")),)), FINAL),), {1: 0}), "not positive"),
+        (Topology(((HmmState(0, 0, ()), FINAL),), {1: 0}), "state 0 without transitions"),
+        (Topology(((HmmState(0, 0, ((0, 1.0),)), FINAL),), {1: 0}), "no transition reaches"),
+        (Topology(((HmmState(1, 1, ((1, 1.0),)), FINAL),), {1: 0}), "pdf classes"),
+        (Topology(((HmmState(-1, -1, ((1, 1.0),)), FINAL),), {1: 0}), "non-emitting state 0"),
+        (Topology(((HmmState(0, -1, ((1, 1.0),)), FINAL),), {1: 0}), "only one of its two pdf classes"),
+        (Topology(((HmmState(0, 0, ((1, 1.0),)), HmmState(0, 0, ())),), {1: 0}), "last state"),
     ],
 )
 def test_topologies_that_kaldi_refuses(tmp_path: Path, topology: Topology, message: str) -> None:
@@ -263,7 +263,7 @@ def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, data: bytes, head: 
 def test_few_states_cannot_claim_many_transition_ids(tmp_path: Path) -> None:
     # 3,000 transition-states of 3,000 transitions each: 9 million ids in 150 kB.
     arcs = tuple((state, 1 / 3000) for state in range(1, 3001))
-    entry = (State(0, 0, arcs), *(State(0, 0, ((3000, 1.0),)) for _ in range(2999)), FINAL)
+    entry = (HmmState(0, 0, arcs), *(HmmState(0, 0, ((3000, 1.0),)) for _ in range(2999)), FINAL)
     model = small_model()
     object.__setattr__(model, "topology", Topology((entry,), {1: 0}))
     object.__setattr__(model, "tuples", np.array([(1, 0, pdf, pdf) for pdf in range(3000)], np.int32))
