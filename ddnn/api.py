@@ -121,6 +121,7 @@ def train(
     """
     from ddnn.runs.rows import EpochRow
     from ddnn.slurm.recovery import SlurmNodes
+    from ddnn.training.command import TrainingCommand
     from ddnn.training.start import start_training
 
     def on_row(row: MetricsRow) -> None:
@@ -130,14 +131,13 @@ def train(
     with _recipe_file(recipe) as path:
         if run_dir is None and isinstance(recipe, Mapping):
             raise UserError("a recipe that is a mapping needs a run_dir", hint="give run_dir='exp/NAME'")
-        location = Path("exp", path.stem) if run_dir is None else Path(run_dir)
-        if run_dir is None and resume and path.is_dir():
-            location = path
+        folder = None if run_dir is None else Path(run_dir)
         how: Literal["no", "yes", "auto"] = "auto" if resume == "auto" else "yes" if resume else "no"
-        options = location, _as_settings(settings, allow_pipes), workers, device, how
-        with _threads_kept(), _shows_what_logging_shows(), _exits_as_errors(location):
-            start_training(path, *options, on_epoch and on_row, SlurmNodes())
-    return load(location)
+        words = tuple(_as_settings(settings, allow_pipes))
+        command = TrainingCommand("training", path, folder, words, workers, device, how)
+        with _threads_kept(), _shows_what_logging_shows(), _exits_as_errors(command.location):
+            start_training(command, SlurmNodes(), on_epoch and on_row)
+    return load(command.location)
 
 
 @_errors_rewritten()

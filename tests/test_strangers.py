@@ -166,10 +166,10 @@ def test_the_command_to_resume_allows_commands_again(job: Job, run_cli: RunCli) 
 
 def test_a_job_is_allowed_the_commands_of_its_recipe(job: Job, run_cli: RunCli) -> None:
     options = ("--slurm", "--dry-run", "--run-dir", job.run)
-    assert "--allow-pipes" not in run_cli("train", job.recipe, *options).stdout
+    assert "data.allow_pipes" not in run_cli("train", job.recipe, *options).stdout
     allow(job.recipe)
     for command in (("train",), ("pretrain", "--set", "init=rbm")):
-        assert run_cli(*command, job.recipe, *options).stdout.count(" --allow-pipes)") == 1
+        assert run_cli(*command, job.recipe, *options).stdout.count(" --set=data.allow_pipes=true -- ") == 1
 
 
 def test_a_corpus_allows_no_commands(job: Job, run_cli: RunCli) -> None:

@@ -4,6 +4,7 @@ models."""
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,8 @@ from ddnn.cli.options import (
     slurm_options,
     transforms_option,
 )
-from ddnn.slurm.options import Seeds, SlurmOptions, TrainingCommand, parse_seeds
+from ddnn.slurm.options import Seeds, SlurmOptions, parse_seeds
+from ddnn.training.command import ALLOW_PIPES, TrainingCommand
 from ddnn.util.errors import UserError
 from ddnn.util.text import printable
 
@@ -125,9 +127,9 @@ def _start(
     if no_data and (not dry_run or slurm is not None):
         found = "with --slurm, which does not look at the data" if dry_run else "without --dry-run"
         raise UserError(f"given {found}", location="--no-data", hint="remove it")
-    if allow_pipes:
-        settings = (*settings, "data.allow_pipes=true")
     command = TrainingCommand(kind, settings=settings, **options)
+    if allow_pipes:
+        command = command.with_setting(ALLOW_PIPES)
     if slurm is not None:
         from ddnn.slurm.submit import submit
 
@@ -142,12 +144,9 @@ def _start_here(command: TrainingCommand, dry_run: bool, no_data: bool) -> None:
     from ddnn.slurm.recovery import SlurmNodes
     from ddnn.training import start
 
-    options = command.recipe, command.run_dir, command.settings, command.workers, command.device
     if dry_run:
-        echo(start.dry_run(command.kind, *options, command.resume, no_data), nl=False)
-    elif command.kind == "pretraining":
-        start.start_pretraining(*options, SlurmNodes())
-    elif message := start.start_training(*options, command.resume, nodes=SlurmNodes()):
+        echo(start.dry_run(command, no_data), nl=False)
+    elif message := start.start_training(command, SlurmNodes()):
         echo(printable(message, ""))
 
 
@@ -162,10 +161,7 @@ def _start_seeds(seeds: Seeds, command: TrainingCommand, dry_run: bool, no_data:
             _start_here(training, dry_run, no_data)
         except (SystemExit, KeyboardInterrupt):
             if len(seeds.numbers) > 1:
-                words = ["ddnn", "train", str(command.recipe), f"--run-dir={command.location}", f"--seeds={seeds}"]
-                words += ["--resume=auto", f"--device={command.device}", *(f"--set={one}" for one in command.settings)]
-                if command.workers is not None:
-                    words.append(f"--workers={command.workers}")
+                words = ["ddnn", "train", f"--seeds={seeds}", *replace(command, resume="auto").arguments()[1:]]
                 echo(f"ddnn: continue all seeds with: {printable(shlex.join(words), '')}", err=True)
             raise
         if dry_run:

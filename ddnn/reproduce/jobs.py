@@ -14,8 +14,9 @@ from ddnn.reproduce.executor import LocalExecutor, new_record, train_arguments
 from ddnn.reproduce.runs import PlannedRun, write_record
 from ddnn.runs.run_status import JOB_OUTPUT
 from ddnn.slurm.job import Job, SbatchError, SlurmState, read_job, slurm_states
-from ddnn.slurm.options import SlurmOptions, TrainingCommand
+from ddnn.slurm.options import SlurmOptions
 from ddnn.slurm.submit import submit
+from ddnn.training.command import TrainingCommand
 from ddnn.util.errors import UserError
 
 

@@ -1,38 +1,16 @@
-"""What the command line says about a training and its job. Imports nothing heavy: every command needs it."""
+"""What the command line says about seeds and jobs. Imports nothing heavy: every command needs it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from ddnn.training.command import TrainingCommand
 from ddnn.util.errors import UserError
 
 MAX_SEEDS = 1000
-
-
-@dataclass(frozen=True)
-class TrainingCommand:
-    """A `ddnn train` or `ddnn pretrain`. `recipe`: to `resume` a training, also its run dir. `run_dir`, `workers`: None
-    where they are not given. `settings`: those of --set."""
-
-    kind: Literal["training", "pretraining"]
-    recipe: Path
-    run_dir: Path | None
-    settings: tuple[str, ...]
-    workers: int | None
-    device: str
-    resume: Literal["no", "yes", "auto"] = "no"
-
-    @property
-    def location(self) -> Path:
-        """The run dir, or its default."""
-        if self.run_dir is not None:
-            return self.run_dir
-        if self.resume != "no" and self.recipe.is_dir():
-            return self.recipe
-        return Path("exp", self.recipe.stem if self.kind == "training" else f"{self.recipe.stem}-rbm")
 
 
 @dataclass(frozen=True)
@@ -53,14 +31,8 @@ class Seeds:
             raise UserError(f"{command.recipe} is a run dir, --seeds needs a recipe", location="--seeds", hint=hint)
         if any(setting.partition("=")[0].strip() == "seed" for setting in command.settings):
             raise UserError("the seed is given twice, by --seeds and by --set", location="--seeds", hint="remove one")
-        return {
-            seed: replace(
-                command,
-                run_dir=Path(f"{command.location}-seed{seed}"),
-                settings=(*command.settings, f"seed={seed}"),
-            )
-            for seed in self.numbers
-        }
+        folders = {seed: Path(f"{command.location}-seed{seed}") for seed in self.numbers}
+        return {seed: replace(command, run_dir=path).with_setting(f"seed={seed}") for seed, path in folders.items()}
 
 
 def parse_seeds(text: str) -> Seeds:

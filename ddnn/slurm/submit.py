@@ -16,16 +16,17 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ddnn.distributed.mpirun import IGNORING_SIGUSR1, MPI_SETTINGS
-from ddnn.recipe.load import dump_recipe, load_recipe
+from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.runs import run_status as files
-from ddnn.runs.checkpoint_manifest import peek_checkpoint
 from ddnn.runs.run_status import Resume, check_run_dir
 from ddnn.runs.tensorboard import import_tensorboard
 from ddnn.slurm.cluster import ClusterConfig, Placement, check_word, load_cluster, parse_time_limit, place
 from ddnn.slurm.job import Job, NoAnswerError, SbatchError, read_job, sbatch, slurm_state, write_job
-from ddnn.slurm.options import Seeds, SlurmOptions, TrainingCommand
-from ddnn.util.errors import DataError, UserError
+from ddnn.slurm.options import Seeds, SlurmOptions
+from ddnn.training.command import ALLOW_PIPES, TrainingCommand
+from ddnn.training.start import check_resume, makes_longer, read_recipe
+from ddnn.util.errors import UserError
 from ddnn.util.files import ensure_directory, is_locked, write_text
 from ddnn.util.process import python_command
 from ddnn.util.text import environment, plural, render
@@ -59,25 +60,24 @@ def submit(
     so that it can also be submitted alone. Those that a resume finds finished are not submitted. `after`: number of a
     job that must have ended well first. Where it does not, Slurm cancels this one.
     """
-    finished = ""
-    if seeds is None:
-        plans = [_plan(command, options)]
-    else:
+    finished, commands = "", {0: command}
+    if seeds is not None:
         commands = seeds.commands(command)
         over = [seed for seed, each in commands.items() if each.resume != "no" and _is_over(each)]
         finished = "".join(f"\nseed {seed} has finished: {commands.pop(seed).location}" for seed in over)
         if not commands:
             return Submitted(None, finished.strip())
         seeds = replace(seeds, numbers=tuple(commands))
-        plans = [_plan(each, options, array_of=command.location) for each in commands.values()]
+    array_of = None if seeds is None else command.location
+    plans = [_plan(each, options, array_of) for each in commands.values()]
     jobs, scripts = [job for job, _ in plans], [script_text(job) for job, _ in plans]
     script = scripts[0] if seeds is None else array_text(jobs[0], seeds)
     if dry_run:
         if seeds is not None:
             script += f"\n# The script of task {seeds.numbers[0]}, {jobs[0].run_dir / files.JOB_SCRIPT}:\n{scripts[0]}"
         return Submitted(None, script.rstrip("\n"))
-    for job, recipe in plans:
-        _check(job, recipe, command.resume)
+    for (job, recipe), planned in zip(plans, commands.values(), strict=True):
+        _check(job, recipe, planned)
     chosen = sbatch_options(jobs[0], seeds)
     if after is not None:
         # Not in the script: by the time somebody submits it again by hand, Slurm has forgotten the other job.
@@ -95,26 +95,15 @@ def submit(
 
 def _is_over(command: TrainingCommand) -> bool:
     """Whether a training has finished, and is not asked for more epochs."""
-    run_dir = command.location
-    if not files.is_finished(run_dir) or not (run_dir / files.RECIPE).is_file():
-        return files.is_finished(run_dir)
-    from ddnn.training.start import makes_longer
-
-    trusted = not files.is_of_run_dir(command.recipe, run_dir)
-    recipe = load_recipe(command.recipe, command.settings, user_supplied=trusted, optional_paths=("init.model",))
-    return not makes_longer(recipe, run_dir, command.settings)
+    return files.is_finished(command.location) and not makes_longer(command, read_recipe(command))
 
 
 def _plan(command: TrainingCommand, options: SlurmOptions, array_of: Path | None = None) -> tuple[JobScript, Recipe]:
     """The job and the recipe that it trains by. Writes nothing. `array_of`: what the run dirs of an array begin with."""
-    run_dir, path, pretraining = command.location, command.recipe, command.kind == "pretraining"
-    trusted = not files.is_of_run_dir(path, run_dir)
-    if not pretraining:
-        path = files.find_recipe(path, run_dir, command.resume)
-    cluster = _cluster(options, command.workers)
-    parallel = load_recipe(path, command.settings, user_supplied=trusted).parallel
+    run_dir, pretraining, cluster = command.location, command.kind == "pretraining", _cluster(options, command.workers)
+    parallel = read_recipe(replace(command, workers=None)).parallel
     placement = place(cluster, command.workers, parallel.workers, parallel.oversubscribe_gpus)
-    recipe = load_recipe(path, (*command.settings, f"parallel.workers={placement.workers}"), user_supplied=trusted)
+    recipe = read_recipe(replace(command, workers=placement.workers))
     if isinstance(recipe.init, TrainedModelConfig):
         from ddnn.training.initial_model import with_initial_model
 
@@ -149,7 +138,7 @@ def _plan(command: TrainingCommand, options: SlurmOptions, array_of: Path | None
     return job, recipe
 
 
-def _check(job: JobScript, recipe: Recipe, resume: Resume) -> None:
+def _check(job: JobScript, recipe: Recipe, command: TrainingCommand) -> None:
     """UserError where the job would be refused, or would disturb another. Changes nothing."""
     run_dir = job.run_dir
     if shutil.which("sbatch") is None:
@@ -167,8 +156,13 @@ def _check(job: JobScript, recipe: Recipe, resume: Resume) -> None:
             hint = f"take it by pretrain.dbn: {run_dir}"
             raise UserError("this pretraining has finished", location=run_dir, hint=hint)
         check_run_dir(run_dir, "pretraining", recipe=_pretraining_recipe(recipe))
-    elif resume != "no":
-        _check_resume(run_dir, recipe)
+    elif command.resume != "no":  # so that the job refuses nothing hours later
+        check_run_dir(run_dir, resume=True)
+        files.refuse_lost_checkpoints(run_dir)
+        if _is_over(command):
+            raise UserError("this training has finished", location=run_dir, hint="name another --run-dir")
+        if not files.is_finished(run_dir):
+            check_resume(recipe, run_dir)
     else:
         check_run_dir(run_dir)
 
@@ -210,34 +204,20 @@ _JOB_RECIPES = {"training": files.RECIPE, "pretraining": files.JOB_RECIPE}  # th
 def _training_command(
     command: TrainingCommand, run_dir: Path, recipe: Recipe, cluster: ClusterConfig, placement: Placement
 ) -> tuple[str, ...]:
-    """The command that trains: from what is in the run dir when the job begins, or begins again. --allow-pipes: the
+    """The command that trains: from what is in the run dir when the job begins, or begins again. data.allow_pipes: the
     user's word, which the recipe in the run dir is not."""
     device = ("cuda" if placement.gpus_per_node else "cpu") if command.device == "auto" else command.device
-    name, *more = ("train", "--resume=auto") if command.kind == "training" else ("pretrain",)
-    more += ["--allow-pipes"] * recipe.data.allow_pipes
-    arguments = [str(run_dir / _JOB_RECIPES[command.kind]), "--run-dir", str(run_dir)]
-    interpreter, *words = python_command("ddnn.cli", name, *arguments)
-    first = "python3" if cluster.container else interpreter
-    return (first, *words, "--workers", str(placement.workers), "--device", device, *more)
-
-
-def _check_resume(run_dir: Path, recipe: Recipe) -> None:
-    """Checks a run dir that is to be resumed, so that nothing is refused by the job hours later."""
-    from ddnn.training.resume import read_metadata
-    from ddnn.training.resume_rules import check_same_recipe
-    from ddnn.training.start import makes_longer
-
-    check_run_dir(run_dir, resume=True)
-    files.refuse_lost_checkpoints(run_dir)
-    if files.is_finished(run_dir) and not ((run_dir / files.RECIPE).is_file() and makes_longer(recipe, run_dir, ())):
-        raise UserError("this training has finished", location=run_dir, hint="name another --run-dir")
-    problems: list[str] = []
-    checkpoint = peek_checkpoint(path := run_dir / files.CHECKPOINTS, problems.append)
-    if checkpoint is None and problems:
-        raise DataError(f"there is no checkpoint to resume from: {problems[0]}", location=path)
-    if checkpoint is not None:
-        metadata = read_metadata(checkpoint.metadata, path)
-        check_same_recipe(metadata.recipe, recipe, path, metadata.precision)
+    in_job = TrainingCommand(
+        command.kind,
+        run_dir / _JOB_RECIPES[command.kind],
+        run_dir,
+        (ALLOW_PIPES,) * recipe.data.allow_pipes,
+        placement.workers,
+        device,
+        "auto" if command.kind == "training" else "no",
+    )
+    interpreter, *words = python_command("ddnn.cli", *in_job.arguments())
+    return ("python3" if cluster.container else interpreter, *words)
 
 
 def _pretraining_recipe(recipe: Recipe) -> str:

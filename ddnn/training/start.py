@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from ddnn.runs import run_status
 from ddnn.runs.checkpoint_manifest import folder_name, peek_checkpoint
 from ddnn.runs.metrics import read_metrics
 from ddnn.runs.rows import MetricsRow
-from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
+from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind
+from ddnn.training.command import ALLOW_PIPES, TrainingCommand
 from ddnn.training.resume_rules import (
     EPOCHS,
     changed_keys,
@@ -26,7 +28,7 @@ from ddnn.training.resume_rules import (
     refused_changes,
     with_recorded_network,
 )
-from ddnn.util.errors import RecipeError, UserError
+from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.files import is_locked
 from ddnn.util.text import plural, printable
 
@@ -34,76 +36,84 @@ log = logging.getLogger(__name__)
 
 
 def start_training(
-    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str, resume: Resume,
-    on_row: Callable[[MetricsRow], object] | None = None, nodes: NodeRecovery | None = None,
-) -> str | None:  # fmt: skip
-    """`ddnn train` of a recipe (to resume, also the run dir, which has its own), on as many workers as it says; what to
-    tell where there was nothing to do. `run_dir`: exp/NAME OF THE RECIPE where None. `on_row`: see `run_training`, in
-    this process. `nodes`: what the launcher of several workers does when a node fails. UserError: anything that the user has to fix."""
-    settings = _with_workers(settings, workers)
-    recipe, location, loaded, finished, done = _read_training(recipe, run_dir, settings, resume)
-    if done is not None:
-        return done
-    if on_row is not None and loaded.parallel.workers > 1 and not in_mpi_job():
+    command: TrainingCommand, nodes: NodeRecovery, on_row: Callable[[MetricsRow], object] | None = None
+) -> str | None:
+    """`ddnn train` or `pretrain`, on as many workers as its recipe says; what to tell where there was nothing to do.
+    `on_row`: see `run_training`, in this process. `nodes`: what the launcher of several workers does when a node fails.
+    UserError: anything that the user has to fix."""
+    location, resume = command.location, command.resume != "no"
+    recipe, file = read_recipe(command), find_recipe(command)
+    finished = resume and run_status.is_finished(location)
+    if finished and not makes_longer(command, recipe):
+        return finished_message(command)
+    if on_row is not None and recipe.parallel.workers > 1 and not in_mpi_job():
         message = (
-            f"on_epoch is called in this process, but {loaded.parallel.workers} workers are processes of their own"
+            f"on_epoch is called in this process, but {recipe.parallel.workers} workers are processes of their own"
         )
         hint = "leave it out, and read their epochs with ddnn.read_metrics, in a thread while they train"
         raise UserError(message, location="parallel.workers", hint=hint)
-    if resume != "no" and read_restart() is None:
+    if resume and read_restart() is None:
         run_status.refuse_lost_checkpoints(location)
-    if resume != "no" and not finished and loaded.parallel.workers > 1 and not in_mpi_job():
-        _check_resume(loaded, location)
-    # A run dir in which another training has begun is refused by the first attempt, or by one that follows its death.
+    if resume and not finished and recipe.parallel.workers > 1 and not in_mpi_job():
+        check_resume(recipe, location)
+    # If the run dir already holds another training, the first attempt, or the restart after a crash, rejects it.
     begun = any((location / name).exists() for name in (METRICS, BEST, FINAL, CHECKPOINTS))
-    arguments = worker_argv("train", recipe, location, settings, device, *_RESUME_OPTIONS[resume])
+    here = replace(command, recipe=file, run_dir=location)
 
     def work(comm: Any) -> None:
-        from ddnn.training.job import run_training
+        from ddnn.training import job
 
-        run_training(loaded, location, device, comm, resume=resume != "no", on_row=on_row or (lambda row: None))
+        if command.kind == "pretraining":
+            job.run_pretraining(recipe, location, command.device, comm)
+        else:
+            job.run_training(recipe, location, command.device, comm, resume=resume, on_row=on_row or (lambda row: None))
 
     def restart_arguments() -> list[str]:
-        if begun and resume == "no":
-            return arguments
+        if command.kind == "pretraining" or (begun and not resume):
+            return here.arguments()
+        again = replace(here, resume="auto")
         if (location / RECIPE).is_file() and not finished:  # resolved; the other file may have been edited meanwhile
-            pipes = ["--allow-pipes"] * loaded.data.allow_pipes  # the user's word, which that file's is not
-            return worker_argv("train", location / RECIPE, location, (), device, "--resume=auto", *pipes)
-        return worker_argv("train", recipe, location, settings, device, "--resume=auto")
+            pipes = (ALLOW_PIPES,) * recipe.data.allow_pipes  # the user's word, which that file's is not
+            again = replace(again, recipe=location / RECIPE, settings=pipes, workers=None)
+        return again.arguments()
 
     run_distributed(
-        loaded.parallel.workers,
-        arguments,
+        recipe.parallel.workers,
+        here.arguments(),
         work,
         restart_arguments=restart_arguments,
-        max_restarts=loaded.parallel.max_restarts,
-        run=_Run(location, "training"),
+        max_restarts=recipe.parallel.max_restarts,
+        run=_Run(location, command.kind),
         nodes=nodes,
     )
     return None
 
 
-def _with_workers(settings: Sequence[str], workers: int | None) -> Sequence[str]:
-    return settings if workers is None else (*settings, f"parallel.workers={workers}")
+def find_recipe(command: TrainingCommand) -> Path:
+    """The file of its recipe. UserError: as `run_status.find_recipe`."""
+    if command.kind == "pretraining":
+        return command.recipe
+    return run_status.find_recipe(command.recipe, command.location, command.resume)
 
 
-def _read_training(
-    recipe: Path, run_dir: Path | None, settings: Sequence[str], resume: Resume, must_exist: bool = True
-) -> tuple[Path, Path, Recipe, bool, str | None]:
-    """Of `ddnn train` the recipe's file, the run dir, and the recipe; whether a training has finished there, and what to
-    tell where nothing is to be done. Errors as of `start_training`."""
-    location = run_dir or (recipe if recipe.is_dir() and resume != "no" else Path("exp", recipe.stem))
-    trusted = not run_status.is_of_run_dir(recipe, location)
-    recipe = run_status.find_recipe(recipe, location, resume)
-    started = resume != "no" and ((location / FINAL).exists() or run_status.newest_checkpoint(location) is not None)
-    gone = ("init.model",) if started else ()
-    loaded = load_recipe(
-        recipe, settings, must_exist=must_exist, user_supplied=trusted, optional_paths=gone, note=_note()
+def read_recipe(command: TrainingCommand, *, must_exist: bool = True) -> Recipe:
+    """The recipe that a command trains by. What concerns the command line is logged by the launcher alone, whose workers
+    have the same one."""
+    location = command.location
+    resumes = command.resume != "no"
+    started = resumes and ((location / FINAL).exists() or run_status.newest_checkpoint(location) is not None)
+    return load_recipe(
+        find_recipe(command),
+        command.all_settings,
+        must_exist=must_exist,
+        user_supplied=not run_status.is_of_run_dir(command.recipe, location),
+        optional_paths=("init.model",) if started else (),
+        note=log.debug if in_mpi_job() else log.info,
     )
-    finished = resume != "no" and run_status.is_finished(location)
-    longer = finished and makes_longer(loaded, location, settings)
-    done = f"{location}: this training has finished: {location / FINAL}" if finished and not longer else None
-    return recipe, location, loaded, finished, done
+
+
+def finished_message(command: TrainingCommand) -> str:
+    return f"{command.location}: this training has finished: {command.location / FINAL}"
 
 
 def describe(recipe: Recipe) -> str:
@@ -117,42 +127,38 @@ def describe(recipe: Recipe) -> str:
     )
 
 
-def dry_run(
-    kind: Kind, recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str,
-    resume: Resume, no_data: bool,
-) -> str:  # fmt: skip
+def dry_run(command: TrainingCommand, no_data: bool) -> str:
     """What a training or pretraining would be, and its recipe, resolved; nothing is written. `no_data`: by the recipe
     alone. Errors as of `start_training`, and what the workers would refuse before they read features."""
     from ddnn.training.data import describe_data
     from ddnn.training.initial_model import with_initial_model
 
-    settings = _with_workers(settings, workers)
+    recipe, location, resume = read_recipe(command, must_exist=not no_data), command.location, command.resume != "no"
     trained, lines = None, list[str]()
-    if kind == "pretraining":
-        _, loaded = _read_pretraining(recipe, run_dir, settings, must_exist=not no_data)
-    else:
-        _, location, loaded, finished, done = _read_training(recipe, run_dir, settings, resume, must_exist=not no_data)
-        if done is not None:
-            return f"{printable(done, '')}\n"
-        if resume != "no" and not finished:
-            _check_resume(loaded, location)
-        if resume != "no" and (found := peek_checkpoint(location / CHECKPOINTS, lines.append)) is not None:
+    if command.kind == "training":
+        finished = resume and run_status.is_finished(location)
+        if finished and not makes_longer(command, recipe):
+            return f"{printable(finished_message(command), '')}\n"
+        if resume and not finished:
+            check_resume(recipe, location)
+        if resume and (found := peek_checkpoint(location / CHECKPOINTS, lines.append)) is not None:
             lines.append(f"resumes {location} from checkpoint {found.to_dict()['where']}")
         if not no_data:
-            loaded, trained = with_initial_model(loaded, location if resume != "no" else None)
-    lines = [describe(loaded), *lines, *([] if no_data else describe_data(loaded, kind, device, trained))]
-    return "".join(f"# {printable(line, '')}\n" for line in lines) + dump_recipe(loaded)
+            recipe, trained = with_initial_model(recipe, location if resume else None)
+    lines = [describe(recipe), *lines]
+    lines += [] if no_data else describe_data(recipe, command.kind, command.device, trained)
+    return "".join(f"# {printable(line, '')}\n" for line in lines) + dump_recipe(recipe)
 
 
-def _note() -> Callable[..., None]:
-    """For what concerns the command line: workers have the same one as their launcher, which tells the user."""
-    return log.debug if in_mpi_job() else log.info
-
-
-def _check_resume(recipe: Recipe, location: Path) -> None:
-    """RecipeError where the workers would refuse to resume, since the newest checkpoint is of another recipe: before
-    they are started, which takes time, and mpirun writes more lines about their end than they do."""
-    found = peek_checkpoint(location / CHECKPOINTS, lambda problem: None)
+def check_resume(recipe: Recipe, location: Path) -> None:
+    """RecipeError where the workers would refuse to resume, since the newest checkpoint is of another recipe; DataError where
+    none of the checkpoints can be used: before they are started, which takes time, and mpirun writes more lines about their
+    end than they do."""
+    problems = list[str]()
+    found = peek_checkpoint(location / CHECKPOINTS, problems.append)
+    if found is None and problems:
+        message = f"there is no checkpoint to resume from: {problems[0]}"
+        raise DataError(message, location=location / CHECKPOINTS)
     before, precision = ("", None) if found is None else (found.metadata.get(key) for key in ("recipe", "precision"))
     if found is None or not isinstance(before, str) or not isinstance(precision, str):
         return  # the workers say what is wrong with it
@@ -161,14 +167,15 @@ def _check_resume(recipe: Recipe, location: Path) -> None:
     check_same_recipe(before, recipe, location / CHECKPOINTS / folder_name(found.number), precision)
 
 
-def makes_longer(recipe: Recipe, location: Path, settings: Sequence[str]) -> bool:
+def makes_longer(command: TrainingCommand, recipe: Recipe) -> bool:
     """Whether a training that has finished is to continue by this recipe, as it only asks for more epochs; False where
     there is nothing to do. RecipeError: it was not by this recipe, or cannot continue."""
+    location = command.location
     if not (location / RECIPE).is_file():
         raise UserError(f"there is a {FINAL}, but no {RECIPE}: nothing to resume", location=location)
     before = load_recipe(location / RECIPE, must_exist=False)
     recipe = with_recorded_network(recipe, before)
-    if recipe.parallel.workers == 1 and not any(one.startswith("parallel.workers=") for one in settings):
+    if recipe.parallel.workers == 1 and not any(word.startswith("parallel.workers=") for word in command.all_settings):
         update = {"workers": before.parallel.workers}  # no number was asked for
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=update)})
     changed = changed_keys(recipe_values(before), recipe)
@@ -190,40 +197,6 @@ def makes_longer(recipe: Recipe, location: Path, settings: Sequence[str]) -> boo
     else:
         message = "there is no checkpoint to continue from" + "".join(f"; {problem}" for problem in problems)
     raise RecipeError(message, location=location, hint=hint)
-
-
-def _read_pretraining(
-    recipe: Path, run_dir: Path | None, settings: Sequence[str], must_exist: bool = True
-) -> tuple[Path, Recipe]:
-    location = run_dir or Path("exp", f"{recipe.stem}-rbm")
-    trusted = not run_status.is_of_run_dir(recipe, location)
-    return location, load_recipe(recipe, settings, must_exist=must_exist, user_supplied=trusted, note=_note())
-
-
-def start_pretraining(
-    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str,
-    nodes: NodeRecovery,
-) -> None:  # fmt: skip
-    """`ddnn pretrain`, on as many workers as the recipe says; arguments and errors as of `start_training`."""
-    settings = _with_workers(settings, workers)
-    location, loaded = _read_pretraining(recipe, run_dir, settings)
-
-    def work(comm: Any) -> None:
-        from ddnn.training.job import run_pretraining
-
-        run_pretraining(loaded, location, device, comm)
-
-    run_distributed(
-        loaded.parallel.workers,
-        worker_argv("pretrain", recipe, location, settings, device),
-        work,
-        max_restarts=loaded.parallel.max_restarts,
-        run=_Run(location, "pretraining"),
-        nodes=nodes,
-    )
-
-
-_RESUME_OPTIONS: dict[Resume, list[str]] = {"no": [], "yes": ["--resume"], "auto": ["--resume=auto"]}
 
 
 class _Run(RunMonitor):
@@ -259,11 +232,3 @@ def _file_signature(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
-
-
-def worker_argv(
-    command: str, recipe: Path, run_dir: Path, settings: Sequence[str], device: str, *options: str
-) -> list[str]:
-    set_options = [word for setting in settings for word in ("--set", setting)]
-    # Behind --, so that a name that begins with a dash is no option.
-    return [command, "--run-dir", str(run_dir), "--device", device, *options, *set_options, "--", str(recipe)]

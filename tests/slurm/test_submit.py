@@ -127,7 +127,7 @@ def test_goes_on_in_a_run_dir(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
 
     result = run_cli("train", job.run, "--resume", "--slurm", "--workers-per-node", 2)
     assert result.exit_code == 0, result.stderr
-    assert f"{job.run / 'recipe.yaml'} --run-dir {job.run} --workers 2" in (job.run / "job.sh").read_text()
+    assert f" train --run-dir={job.run} --workers=2 " in (job.run / "job.sh").read_text()
     for name in ("job.out", "train.log", "metrics.jsonl"):
         assert (job.run / name).read_bytes() == before[name], name
 
@@ -142,7 +142,7 @@ def test_resume_of_nothing_begins(slurm: Slurm, job: Job, run_cli: RunCli) -> No
     assert_refused(refused, "no such run dir: nothing to resume")
     assert not job.run.exists() and not (slurm.folder / "sbatch.called").exists()
     assert run_cli("train", job.recipe, "--run-dir", job.run, "--resume=auto", "--slurm").exit_code == 0
-    assert " --resume=auto) &" in (job.run / "job.sh").read_text()
+    assert " --resume=auto -- " in (job.run / "job.sh").read_text()
 
 
 def test_a_container_has_its_own_python(slurm: Slurm, job: Job, run_cli: RunCli, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_dry_run_prints_and_leaves_nothing(slurm: Slurm, job: Job, run_cli: RunC
         "\n# Written by ddnn: 4 workers on 1 node, 4 GPUs each, 1-00:00:00 at most; 1 x 8 sigmoid, seed 1\n"
         in result.stdout
     )
-    assert "--workers 4 --device cuda" in result.stdout
+    assert "--workers=4 --device=cuda" in result.stdout
     assert not job.run.exists() and not (slurm.folder / "sbatch.called").exists()
 
 
@@ -265,7 +265,7 @@ def test_the_command_line_wins_over_the_cluster(slurm: Slurm, job: Job, run_cli:
         "--gpus-per-node", 0, "--workers", 2, "--launcher", "mpirun", "--mem", "64G", "--constraint", "a100&ib",
         "--sbatch-option=--exclude=n1", "--sbatch-option", "--comment=two words",
     )  # fmt: skip
-    for said in ("--partition=fast", "--qos=low", "--nodes=1", "--ntasks-per-node=2", "--device cpu"):
+    for said in ("--partition=fast", "--qos=low", "--nodes=1", "--ntasks-per-node=2", "--device=cpu"):
         assert said in result.stdout, result.stderr
     assert "gres" not in result.stdout and "srun" not in result.stdout
     said = '#SBATCH --mem=64G\n#SBATCH --reservation=r\n#SBATCH --exclude=n1\n#SBATCH --comment="two words"\n'
