@@ -49,13 +49,9 @@ class Shape:
 
 def cells(config: ReproduceConfig) -> list[tuple[str, int]]:
     """Condition and workers of all that the tables ask of this corpus, and of what the paper has beside."""
-    asked = {
-        (condition.name, workers)
-        for table in paper().tables.values()
-        for condition in table.conditions
-        for workers in table.columns(condition, config.workers, config.max_workers)
-    }
-    published = {key for table in paper().tables.values() for key in table.published}
+    tables = paper().tables
+    asked = {(condition.name, workers) for table in tables for condition, workers in table.settings(config)}
+    published = {(name, gpus) for table in tables for name, sizes in table.published.items() for gpus in sizes}
     return sorted({(config.recipe_name(condition), workers) for condition, workers in asked | published})
 
 
@@ -174,7 +170,7 @@ def problems(folder: Path, shape: Shape) -> list[str]:
         for path in paths:
             if path.name not in (*wanted, *NO_CELLS):
                 found.append(f"no table asks for it\n  location: {path}")
-        for test in config.tests:
+        for test in config.tests.values():
             if read_data_dir(test.data).speakers is None:
                 found.append(f"no utt2spk\n  location: {test.data}")
     except UserError as error:

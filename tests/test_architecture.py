@@ -32,7 +32,7 @@ TOKENS = {
     "optim": 7_410,
     "recipe": 12_100,
     "report": 12_600,
-    "reproduce": 18_750,
+    "reproduce": 15_550,
     "runs": 12_700,
     "slurm": 6_650,
     "synth": 5_250,

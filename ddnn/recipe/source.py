@@ -207,7 +207,7 @@ def validate(
 def first_error(error: ValidationError) -> str:
     """The first thing that is wrong with a file without lines, and its key."""
     detail = error.errors(include_url=False, include_context=False)[0]
-    return f"{'.'.join(map(str, detail['loc'])) or 'the file'}: {detail['msg']}"
+    return f"{'.'.join(map(str, detail['loc'])) or 'the file'}: {detail['msg'].removeprefix('Value error, ')}"
 
 
 def format_problems(problems: Iterable[object], what: str = "problems", most: int | None = None) -> str:

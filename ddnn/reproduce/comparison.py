@@ -12,13 +12,12 @@ import numpy as np
 
 from ddnn.decoding.word_errors import MIN_SPEAKERS, REPLICATES, SEED, Estimate, bootstrap_wer, estimate_of
 from ddnn.reproduce.entries import TableEntry, find_entry, main_accuracy, metrics_of
-from ddnn.reproduce.runs import OF_PARAMETERS, Metric, RunRecord, WordErrors
+from ddnn.reproduce.runs import OF_PARAMETERS, WER, RunRecord, WordErrors
 from ddnn.reproduce.tables import BASE, Condition, Hypothesis, ReproduceConfig, Table
 from ddnn.util.text import plural
 
 MAX_ENUMERATED = 5  # seeds of which all n**n resamples are enumerated (3,125); of more, `REPLICATES` are drawn
 MIN_SEEDS = 3  # two differences have the same sign one time in two: that says nothing
-MAX_WORDS = 1 << 31  # of a run's utterances together: what 64 bits can still multiply
 
 VerdictName = Literal[
     "confirmed",
@@ -32,22 +31,6 @@ VerdictName = Literal[
 ]
 NO_ERRORS = WordErrors(wer=0.0)
 SIGNIFICANT: tuple[VerdictName, ...] = ("confirmed", "contradicted")  # by a metric whose interval does not contain 0
-
-
-def bootstrap_seeds(differences: Sequence[float]) -> Estimate:
-    """Bootstrap of the mean of differences in percentage points, two or more, that are paired by seed.
-
-    Up to five seeds all resamples are enumerated. With two or three the interval reaches from the lowest to the highest
-    difference: it does not contain 0 exactly if all differences have the same sign, which three that mean nothing have
-    one time in four.
-    """
-    values = np.asarray(differences, dtype=np.float64)
-    n = len(values)
-    if n <= MAX_ENUMERATED:
-        resampled = np.indices((n,) * n).reshape(n, -1).T
-    else:
-        resampled = np.random.default_rng(SEED).integers(0, n, size=(REPLICATES, n))
-    return estimate_of(float(values.mean()), values[resampled].mean(axis=1))
 
 
 @dataclass(frozen=True)
@@ -68,7 +51,7 @@ class Verdict:
 class MetricResult(Verdict):
     """Two entries compared by one metric. The fields are those of `--json`."""
 
-    metric: str  # its label
+    metric: str
     better: float | None  # mean in percent over the common seeds; None without any
     worse: float | None
     seeds: int  # how many both have
@@ -86,14 +69,9 @@ class HypothesisResult(Verdict):
     hypothesis: Hypothesis
     better: TableEntry
     worse: TableEntry
-    metrics: tuple[MetricResult, ...]
-    differing_dbn_seeds: tuple[int, ...]  # both runs of these started from RBMs, but from different ones
-    unknown_dbn_seeds: tuple[int, ...]  # the records do not show whether both runs started from the same RBMs
-    mixed: tuple[str, ...]  # kinds of machine and precisions, where the runs have several, in words
-
-    @property
-    def was_tested(self) -> bool:
-        return self.verdict not in ("not tested", "not comparable")
+    metrics: Sequence[MetricResult]
+    differing_dbn_seeds: Sequence[int]  # both runs of these started from RBMs, but from different ones
+    mixed: Sequence[str]  # kinds of machine and precisions, where the runs have several, in words
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -119,20 +97,17 @@ def compare(
         find_entry(config, records, table.condition(name), config.max_workers if size == "max" else size)
         for name, size in sides
     ]
-    verdict = _untested(better, worse)
-    results: list[MetricResult] = []
+    verdict, results = _untested(better, worse), list[MetricResult]()
     if verdict is not None and verdict.verdict == "not comparable":
         failed = [side for side, entry in zip(sides, entries, strict=True) if not entry.valid]
         others = [compare(config, table, other, records) for other in table.hypotheses if other.instead_of in failed]
-        why = [f"tested instead: {o.hypothesis.statement} ({o.verdict})" for o in others if o.was_tested]
+        tested = [other for other in others if other.verdict not in ("not tested", "not comparable")]
+        why = [f"tested instead: {other.hypothesis.statement} ({other.verdict})" for other in tested]
     else:
         metrics = metrics_of(config, [*better.runs, *worse.runs])
         results = [_compare_by(metric, better, worse, verdict) for metric in metrics]
         main = main_accuracy(metrics)
-        counting = [
-            result for metric, result in zip(metrics, results, strict=True) if metric.kind == "words" or metric == main
-        ]
-        verdict = verdict or overall_verdict(counting)
+        verdict = verdict or overall_verdict([r for r in results if r.metric.endswith(WER) or r.metric == main])
         contrary = [result.metric for result in results if {result.verdict, verdict.verdict} == set(SIGNIFICANT)]
         why = [f"not by {', '.join(contrary)}"] if contrary else []
         for entry in entries:
@@ -140,7 +115,12 @@ def compare(
                 seeds = ", ".join(str(run.seed) for run in entry.failed)
                 runs = plural(len(entry.runs), "run")
                 why.append(f"{len(entry.failed)} of {runs} of {entry.title} failed: seed {seeds}")
-    differing, unknown = _dbn_differences(better, worse)
+    valid, dbns = [*better.valid, *worse.valid], {run.seed: run.dbn for run in better.valid}
+    # RBMs differ by machine, sums by precision.
+    kinds = {
+        "on different kinds of machine": {run.kind_of_machine for run in valid if run.machine},
+        "in different precisions": {run.precision for run in valid if run.precision},
+    }
     return HypothesisResult(
         verdict.verdict,
         "; ".join(filter(None, [verdict.why, *why])),
@@ -148,29 +128,15 @@ def compare(
         hypothesis=hypothesis,
         better=better,
         worse=worse,
-        metrics=tuple(results),
-        differing_dbn_seeds=differing,
-        unknown_dbn_seeds=unknown,
-        mixed=_mixed([*better.valid, *worse.valid]),
+        metrics=results,
+        differing_dbn_seeds=[run.seed for run in worse.valid if _differ(run.dbn, dbns.get(run.seed, ""))],
+        mixed=[f"{name}: {', '.join(sorted(values))}" for name, values in kinds.items() if len(values) > 1],
     )
 
 
-def _dbn_differences(better: TableEntry, worse: TableEntry) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Seeds whose two runs started from different RBMs, and those of which only digests of the RBMs' files differ."""
-    dbns = {run.seed: run.dbn for run in better.valid}
-    pairs = {run.seed: (dbns.get(run.seed), run.dbn) for run in worse.valid}
-    unequal = {seed: pair for seed, pair in pairs.items() if all(pair) and pair[0] != pair[1]}
-    known = [seed for seed, pair in unequal.items() if all(str(dbn).startswith(OF_PARAMETERS) for dbn in pair)]
-    return tuple(known), tuple(seed for seed in unequal if seed not in known)
-
-
-def _mixed(runs: Sequence[RunRecord]) -> tuple[str, ...]:
-    """What the compared runs do not share, as far as it is known: RBMs differ by machine, sums by precision."""
-    kinds = {
-        "on different kinds of machine": {run.kind_of_machine for run in runs if run.machine},
-        "in different precisions": {run.precision for run in runs if run.precision},
-    }
-    return tuple(f"{name}: {', '.join(sorted(values))}" for name, values in kinds.items() if len(values) > 1)
+def _differ(*dbns: str) -> bool:
+    """Whether runs started from different RBMs; if that is not known, they may have been the same."""
+    return len(set(dbns)) > 1 and all(dbn.startswith(OF_PARAMETERS) for dbn in dbns)
 
 
 def overall_verdict(results: Sequence[MetricResult]) -> Verdict:
@@ -201,39 +167,31 @@ def _untested(better: TableEntry, worse: TableEntry) -> Verdict | None:
     return Verdict("not comparable", "; ".join(failed)) if failed else None
 
 
-def _compare_by(metric: Metric, better: TableEntry, worse: TableEntry, untested: Verdict | None) -> MetricResult:
+def _compare_by(metric: str, better: TableEntry, worse: TableEntry, untested: Verdict | None) -> MetricResult:
     """Two entries by one metric. `untested`: the verdict, if it does not depend on figures, which are shown nevertheless."""
-    values = better.values(metric), worse.values(metric)
-    seeds = sorted(values[0].keys() & values[1].keys())
-    means = [fmean(side[seed] for seed in seeds) if seeds else None for side in values]
-    differences = paired_differences(*(values[::-1] if metric.kind == "words" else values))
-    estimate, unit = None, ""
-    why = f"{plural(len(seeds), 'common seed')}, expected {MIN_SEEDS} or more"
-    if len(seeds) >= MIN_SEEDS:
-        runs = [{run.seed: run for run in entry.valid} for entry in (worse, better)]
-        errors = [[side[seed].wers.get(metric.name, NO_ERRORS) for seed in seeds] for side in runs]
-        if not all(run.words for run in (*errors[0], *errors[1])):
-            estimate, unit = bootstrap_seeds(differences), "seeds"
-        elif not (why := _word_problem([*errors[0], *errors[1]])):
-            estimate, unit = _bootstrap_words(*errors)
-    verdict = untested or (_verdict(estimate) if estimate else Verdict("not tested", why))
+    of_better, of_worse = better.values(metric), worse.values(metric)
+    seeds = sorted(of_better.keys() & of_worse.keys())
+    sign = -1.0 if metric.endswith(WER) else 1.0
+    differences = [sign * (of_better[seed] - of_worse[seed]) for seed in seeds]
+    errors = [
+        [run.wers.get(metric.removesuffix(WER), NO_ERRORS) for run in entry.valid if run.seed in seeds]
+        for entry in (worse, better)
+    ]
+    estimate, resampled = _estimate(differences, *errors)
+    verdict = untested or (Verdict("not tested", resampled) if estimate is None else _verdict(estimate))
+    means = [fmean(values[seed] for seed in seeds) if seeds else None for values in (of_better, of_worse)]
     return MetricResult(
         verdict.verdict,
         verdict.why,
-        metric=metric.label,
+        metric=metric,
         better=means[0],
         worse=means[1],
         seeds=len(seeds),
-        difference=estimate.difference if estimate else fmean(differences) if differences else None,
+        difference=fmean(differences) if seeds else None,
         interval=(estimate.low, estimate.high) if estimate else None,
         prob_improvement=estimate.prob_improvement if estimate else None,
-        resampled=unit,
+        resampled=resampled if estimate else "",
     )
-
-
-def paired_differences(values: Mapping[int, float], subtracted: Mapping[int, float]) -> list[float]:
-    """Differences for the seeds that both have."""
-    return [values[seed] - subtracted[seed] for seed in sorted(values.keys() & subtracted.keys())]
 
 
 def _verdict(estimate: Estimate) -> Verdict:
@@ -244,59 +202,47 @@ def _verdict(estimate: Estimate) -> Verdict:
     return Verdict("contradicted" if estimate.significant else "opposite direction, interval contains 0")
 
 
-def _word_problem(runs: Sequence[WordErrors]) -> str:
-    """Why the errors of these runs by utterance cannot be compared; empty if they can."""
-    words, speakers = runs[0].words, runs[0].speakers
+def _estimate(
+    differences: Sequence[float], worse: Sequence[WordErrors], better: Sequence[WordErrors]
+) -> tuple[Estimate | None, str]:
+    """The mean of the differences between runs of a seed with its interval, and what was drawn: speakers or utterances, if
+    the errors of each utterance are known, else seeds; or None, and why there is no interval."""
+    if len(differences) < MIN_SEEDS:
+        return None, f"{plural(len(differences), 'common seed')}, expected {MIN_SEEDS} or more"
+    runs, first = [*worse, *better], worse[0]
+    if not all(run.words for run in runs):
+        return bootstrap_seeds(differences), "seeds"
     lengths = {len(counts) for run in runs for counts in (run.words, run.errors, run.speakers or run.words)}
-    if len({(run.words, run.speakers) for run in runs}) > 1 or len(lengths) > 1:
-        return "the runs were scored on other utterances or references"
-    if not 0 < sum(words) < MAX_WORDS or any(sum(run.errors) >= MAX_WORDS for run in runs):
-        return "no words in the reference, or too many"
-    if speakers and len(set(speakers)) < MIN_SPEAKERS:
-        return f"{plural(len(set(speakers)), 'speaker')}, expected {MIN_SPEAKERS} or more"
-    return ""
+    if len({(run.words, run.speakers) for run in runs}) > 1 or len(lengths) > 1 or not sum(first.words):
+        return None, "the runs were scored on other utterances or references"
+    speakers = first.speakers or range(len(first.words))
+    if len(set(speakers)) < MIN_SPEAKERS and first.speakers:
+        return None, f"{plural(len(set(speakers)), 'speaker')}, expected {MIN_SPEAKERS} or more"
+    errors, better_errors = (np.array([run.errors for run in side]) for side in (worse, better))
+    estimate = bootstrap_wer(errors, better_errors, np.array(first.words), np.array(speakers))
+    return estimate, "speakers" if first.speakers else "utterances"
 
 
-def _bootstrap_words(worse: Sequence[WordErrors], better: Sequence[WordErrors]) -> tuple[Estimate, str]:
-    """The estimate over seeds and speakers, or over utterances if the speakers are unknown."""
-    words, speakers = worse[0].words, worse[0].speakers
-    sides = ([run.errors for run in side] for side in (worse, better))
-    errors, better_errors, weights, blocks = (
-        np.array(values, np.int64) for values in (*sides, words, speakers or range(len(words)))
-    )
-    return bootstrap_wer(errors, better_errors, weights, blocks), "speakers" if speakers else "utterances"
+def bootstrap_seeds(differences: Sequence[float]) -> Estimate:
+    """Bootstrap of the mean of differences in percentage points that are paired by seed.
 
-
-@dataclass(frozen=True)
-class Degradation:
-    """Frame accuracy of `base` on one worker minus that of an entry, in percentage points, paired by seed."""
-
-    entry: TableEntry
-    percentage_points: float
-    seeds: int
-    interval: tuple[float, float] | None  # 95 %; None with fewer than `MIN_SEEDS`
-    equal_epochs: bool
-
-    def to_dict(self) -> dict[str, object]:
-        figures = {name: getattr(self, name) for name in ("percentage_points", "seeds", "interval")}
-        return {**self.entry.to_dict(), **figures}
+    Up to five seeds all resamples are enumerated. With two or three the interval reaches from the lowest to the highest
+    difference: it does not contain 0 exactly if all differences have the same sign, which three that mean nothing have
+    one time in four.
+    """
+    values, n = np.asarray(differences), len(differences)
+    if n <= MAX_ENUMERATED:
+        resampled = np.indices((n,) * n).reshape(n, -1).T
+    else:
+        resampled = np.random.default_rng(SEED).integers(0, n, size=(REPLICATES, n))
+    return estimate_of(float(values.mean()), values[resampled].mean(axis=1))
 
 
 def degradations(
     config: ReproduceConfig, entries: Iterable[TableEntry], records: Mapping[str, RunRecord]
-) -> tuple[Metric | None, list[Degradation]]:
-    """The metric, and how much worse each entry is than `base` on one worker, if they have a common seed."""
+) -> list[tuple[TableEntry, MetricResult]]:
+    """How much worse each entry is than `base` on one worker by the main accuracy, if they have a common seed."""
     base = find_entry(config, records, Condition(name=BASE, label=BASE), 1)
     metric = main_accuracy(metrics_of(config, records.values()))
-    result: list[Degradation] = []
-    if metric is None:
-        return None, result
-    for entry in entries:
-        differences = paired_differences(base.values(metric), entry.values(metric))
-        if differences and entry.runs != base.runs:
-            estimate = bootstrap_seeds(differences)
-            interval = (estimate.low, estimate.high) if len(differences) >= MIN_SEEDS else None
-            epochs, base_epochs = (fmean(run.epochs for run in side.valid) for side in (entry, base))
-            equal_epochs = epochs == base_epochs
-            result.append(Degradation(entry, fmean(differences), len(differences), interval, equal_epochs))
-    return metric, result
+    compared = [(e, _compare_by(metric, base, e, None)) for e in entries if metric and e.runs != base.runs]
+    return [(entry, loss) for entry, loss in compared if loss.seeds]

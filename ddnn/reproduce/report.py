@@ -8,18 +8,17 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import quote
 
-from ddnn.reproduce.comparison import HypothesisResult, VerdictName, compare, degradations
-from ddnn.reproduce.entries import SpeedUp, TableEntry, metrics_of, overloaded_runs, table_entries
-from ddnn.reproduce.plots import Picture, table_pictures
+from ddnn.reproduce.comparison import VerdictName, compare, degradations
+from ddnn.reproduce.entries import TableEntry, metrics_of, overloaded_runs, speed_ups, table_entries
+from ddnn.reproduce.plots import table_pictures
 from ddnn.reproduce.runs import RunRecord
-from ddnn.reproduce.tables import ReproduceConfig, Table, paper
+from ddnn.reproduce.tables import Hypothesis, ReproduceConfig, Table, paper
 from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.text import environment, plural, without_controls
 
@@ -27,16 +26,14 @@ if TYPE_CHECKING:
     import jinja2
 
 FEW = 2  # tables that the title names
-ALL_TABLES = "the paper's tables, reproduced"
-AIM = 0.1  # percentage points of frame accuracy that many workers may lose
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the template shows, by its names for it; the pictures in their order; the same figures for `--json`."""
+    """What the template shows, by its names for it; what draws the pictures, by file names; figures for `--json`."""
 
     context: dict[str, Any]
-    pictures: Sequence[Picture]
+    pictures: Mapping[str, Callable[[Path], Path]]
     summary: Mapping[str, object]
 
     def markdown(self, folder: str) -> str:
@@ -49,20 +46,19 @@ class Report:
         from markdown_it import MarkdownIt
         from markupsafe import Markup
 
-        parser = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
-        tokens = parser.parse(self.markdown(folder))
         headings = {}
-        for token, content in pairwise(tokens):
-            if token.type == "heading_open" and token.tag == "h2":
-                title = "".join(part.content for part in content.children or ())
-                anchor = re.sub(r"[^a-z0-9]+", "-", title.lower())
-                token.attrSet("id", anchor)
-                headings[anchor] = title
-        body = parser.renderer.render(tokens, parser.options, {})
+
+        def with_anchor(heading: re.Match[str]) -> str:
+            title = Markup(heading[1]).striptags()
+            anchor = re.sub(r"[^a-z0-9]+", "-", title.lower())
+            headings[anchor] = title
+            return f'<h2 id="{anchor}">{heading[1]}</h2>'
+
+        parser = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
+        body = re.sub("<h2>(.*?)</h2>", with_anchor, parser.render(self.markdown(folder)))
         for name, image in images.items():
-            body = body.replace(
-                f'src="{quote(folder)}/{name}"', f'src="data:image/png;base64,{b64encode(image).decode()}"'
-            )
+            data = f"data:image/png;base64,{b64encode(image).decode()}"
+            body = body.replace(f'src="{quote(folder)}/{name}"', f'src="{data}"')
         page = environment(html=True).get_template("page.html.j2")
         return page.render(title=self.context["title"], headings=headings, body=Markup(body))
 
@@ -70,14 +66,15 @@ class Report:
         """Writes PATH.md, PATH.html (which needs no other file) and the plots into the folder PATH; returns all.
         UserError: a file cannot be written, or matplotlib is missing."""
         ensure_directory(path.parent)
-        drawn = [picture.draw(path / picture.name) for picture in self.pictures]
-        images = {plot.name: plot.read_bytes() for plot in drawn}
-        texts = {".md": self.markdown(path.name), ".html": self.html(path.name, images)}
-        for suffix, text in texts.items():
-            write_text(path.with_name(path.name + suffix), text)
-        return [*(path.with_name(path.name + suffix) for suffix in texts), *drawn]
+        drawn = [draw(path / name) for name, draw in self.pictures.items()]
+        page = self.html(path.name, {plot.name: plot.read_bytes() for plot in drawn})
+        files = {path.parent / f"{path.name}.md": self.markdown(path.name), path.parent / f"{path.name}.html": page}
+        for file, text in files.items():
+            write_text(file, text)
+        return [*files, *drawn]
 
 
+@cache
 def report_templates() -> jinja2.Environment:
     """The templates with `FILTERS`, and with statements that give no text (`do`)."""
     templates = environment()
@@ -92,86 +89,73 @@ def build_report(
     records: Mapping[str, RunRecord],
     command: str,
     missing: Sequence[str],
-    speed_ups: Sequence[SpeedUp],
 ) -> Report:
     """The report on these tables, which `command` writes, from the records of runs by their names; the names of missing
-    ones are shown as missing. Speed-ups are for the tables about speed."""
-    hypotheses = [compare(config, table, hypothesis, records) for table in tables for hypothesis in table.hypotheses]
+    ones are shown as missing."""
     entries: dict[tuple[str, int], TableEntry] = {}
-    sections, pictures = [], list[Picture]()
+    sections, pictures = list[dict[str, Any]](), dict[str, Callable[[Path], Path]]()
     for table in tables:
         own = table_entries(config, table, records, missing)
         for entry in own if table.kind == "accuracy" else ():
             entries.setdefault((config.recipe_name(entry.condition.name), entry.workers), entry)
         metrics = metrics_of(config, [run for entry in own for run in entry.runs])
-        names = [condition.name for condition in table.conditions if table.kind == "speed"]
-        speeds = [speed for speed in speed_ups if speed.condition in names]
+        speeds = speed_ups(config, table, records) if table.kind == "speed" else []
         drawn = table_pictures(config, table, own, metrics, speeds)
-        section = {"table": table, "entries": own, "metrics": metrics, "speed_ups": speeds, "pictures": drawn}
-        sections.append({**section, "hypotheses": [result for result in hypotheses if result.table is table]})
-        pictures += drawn
-    metric, losses = degradations(config, entries.values(), records)
-    counts = Counter(result.verdict for result in hypotheses)
+        hypotheses = [compare(config, table, hypothesis, records) for hypothesis in table.hypotheses]
+        section = {"table": table, "entries": own, "metrics": metrics, "speed_ups": speeds, "pictures": list(drawn)}
+        sections.append({**section, "hypotheses": hypotheses})
+        pictures |= drawn
+    results = [result for section in sections for result in section["hypotheses"]]
+    losses = degradations(config, entries.values(), records)
+    counts = Counter(result.verdict for result in results)
     verdicts = {name: counts[name] for name in get_args(VerdictName) if counts[name]}
-    few = len(tables) <= FEW  # then the title says which
+    titles = "; ".join(table.title for table in tables) if len(tables) <= FEW else "the paper's tables, reproduced"
     context = {
-        "title": f"{config.name}: {'; '.join(table.title for table in tables) if few else ALL_TABLES}",
+        "title": f"{config.name}: {titles}",
         "config": config,
-        "source": paper().source,
+        "paper": paper(),
         "missing": missing,
         "command": command,
-        "hypotheses": hypotheses,
+        "hypotheses": results,
         "verdicts": verdicts,
         "sections": sections,
         "metrics": metrics_of(config, records.values()),
-        "degradation_metric": metric,
         "degradations": losses,
         "failed_entries": [entry for entry in entries.values() if entry.failed],
-        "aim": AIM,
         "overloaded": overloaded_runs(records),
         "runs": sorted(records.values(), key=lambda record: (record.condition, record.workers, record.seed)),
     }
     summary = {
-        "hypotheses": [result.to_dict() for result in hypotheses],
+        "hypotheses": [result.to_dict() for result in results],
         "verdicts": verdicts,
-        "degradations": [loss.to_dict() for loss in losses],
-        "speed_ups": [vars(speed) for speed in speed_ups],
+        "degradations": [
+            {**entry.to_dict(), "percentage_points": loss.difference, "seeds": loss.seeds, "interval": loss.interval}
+            for entry, loss in losses
+        ],
+        "speed_ups": [speed for section in sections for speed in section["speed_ups"]],
     }
     return Report(context, pictures, summary)
 
 
-def published_differences(result: HypothesisResult) -> str:
+def published_differences(hypothesis: Hypothesis, table: Table) -> str:
     """The paper's differences, + as expected; for "many" on the most GPUs that it has both conditions on."""
-    hypothesis = result.hypothesis
     if not hypothesis.published:
         return "not in the paper"
-    sides = [
-        {
-            gpus: wers
-            for (row, gpus), wers in result.table.published.items()
-            if row == name and (gpus > 1) == (size == "max")
-        }
-        for name, size in (hypothesis.expected_better, hypothesis.expected_worse)
-    ]
-    if hypothesis.expected_better[1] == hypothesis.expected_worse[1]:
-        common = sides[0].keys() & sides[1].keys()
-        sides = [{gpus: wers for gpus, wers in side.items() if gpus in common} for side in sides]
-    if not all(sides):
+    sides = hypothesis.expected_better, hypothesis.expected_worse
+    gpus = [{n for n in table.published.get(name, ()) if (n > 1) == (size == "max")} for name, size in sides]
+    if sides[0][1] == sides[1][1]:
+        gpus = [gpus[0] & gpus[1]] * 2
+    if not all(gpus):
         return "-"
-    (good, better), (bad, worse) = ((max(side), side[max(side)]) for side in sides)
+    better, worse = (paper().published_wer[name][max(n)] for (name, _), n in zip(sides, gpus, strict=True))
     points = ", ".join(f"{test} {wer - better[test]:+.1f}" for test, wer in worse.items() if test in better)
+    good, bad = map(max, gpus)
     return f"{points} ({plural(good, 'GPU') if good == bad else f'{good} and {bad} GPUs'})"
 
 
-def _average(values: Iterable[float | None], digits: int, average: Callable[[list[float]], float] = fmean) -> str:
+def _average(values: Iterable[float | None], digits: int, average: Callable[[list[float]], float]) -> str:
     known = [value for value in values if value is not None]
     return f"{average(known):.{digits}f}" if known else "-"
-
-
-def _mean_std(values: Iterable[float]) -> str:
-    """Mean and, of two values or more, standard deviation (n - 1)."""
-    known = list(values)
-    return _average(known, 2) + (f" ± {stdev(known):.2f}" if len(known) > 1 else "")
 
 
 def _escape_markdown(text: object) -> str:
@@ -194,7 +178,7 @@ FILTERS: dict[str, Callable[..., str]] = {
     "md_line": _escape_line,
     "fence": _fence,
     "published_differences": published_differences,
-    "mean": _average,
+    "mean": partial(_average, average=fmean),
     "median": partial(_average, average=median),
-    "mean_std": _mean_std,
+    "stdev": partial(_average, average=stdev),
 }

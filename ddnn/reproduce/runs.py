@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError
@@ -17,10 +17,10 @@ from pydantic import Field, ValidationError
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.recipe.section import as_list, get_value
+from ddnn.recipe.section import Section, as_list, get_value
 from ddnn.recipe.source import first_error
 from ddnn.report.scaling import CommScheme, Job, Measurement
-from ddnn.reproduce.tables import FrozenModel, ReproduceConfig, Table, file_fingerprint, test_digest
+from ddnn.reproduce.tables import ReproduceConfig, Table, file_fingerprint, test_digest
 from ddnn.runs.rows import no_better_than_baseline
 from ddnn.runs.run_status import DBN, FINAL
 from ddnn.util.errors import DataError, RecipeError, UserError
@@ -44,50 +44,37 @@ ADDED_KEYS = frozenset(
 out of the digest, so that these records still count."""
 MAX_BYTES = 16 << 20  # of a record: the errors of half a million utterances
 OF_PARAMETERS = "parameters "  # how a `RunRecord.dbn` begins that compares with others
+CV_ACCURACY, ACCURACY, WER = "CV frame accuracy", " frame accuracy", " WER"
+"""A metric of a run is called CV_ACCURACY, TEST frame accuracy, or TEST GRAPH WER; its values are in percent."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Percent = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0.0, le=1e15, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=1e-9, le=1e18, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**53)]
+WordCount = Annotated[int, Field(ge=0, le=1_000_000)]  # of an utterance: sums of all fit into 64 bits
 
 
-class Metric(NamedTuple):
-    """A result of a run, in percent: frame accuracy on the cross-validation set or a test set, or word error rate."""
-
-    kind: Literal["cv", "frames", "words"]
-    name: str = ""  # of the test set, or of test set and graph
-
-    @property
-    def label(self) -> str:
-        return {"cv": "CV frame accuracy", "frames": f"{self.name} frame accuracy"}.get(self.kind, f"{self.name} WER")
-
-    @property
-    def title(self) -> str:
-        return f"{self.label} (%)"
-
-
-class FrameMetrics(FrozenModel):
+class FrameMetrics(Section):
     """Loss per frame (nats) and frame accuracy (0 to 1) on some frames."""
 
     loss: Finite
     frame_accuracy: Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-class WordErrors(FrozenModel):
+class WordErrors(Section):
     """Word errors with one decoding graph, at the acoustic scale that was best for this run. `words`, `errors` and
     `speakers` have a number for each utterance, in the order of the test set; empty if another scorer counted. Without
     `speakers` each utterance counts as a speaker."""
 
-    wer: Percent  # of the words
+    wer: Amount  # in percent of the words
     acoustic_scale: Finite | None = None  # the best one; None if another scorer chose it
-    words: tuple[Count, ...] = ()  # of the reference
-    errors: tuple[Count, ...] = ()
+    words: tuple[WordCount, ...] = ()  # of the reference
+    errors: tuple[WordCount, ...] = ()
     speakers: tuple[Count, ...] = ()
 
 
-class TimeBreakdown(FrozenModel):
+class TimeBreakdown(Section):
     """Where the time of a training went, summed over its epochs; times of workers are means over the workers."""
 
     seconds: Amount  # wall-clock time without cross-validation
@@ -100,7 +87,7 @@ class TimeBreakdown(FrozenModel):
     compute_cpu_fraction: Amount | None = None  # CPU time in the computing time, on CPUs; None: unknown
 
 
-class MeasuredEpoch(FrozenModel):
+class MeasuredEpoch(Section):
     """A mean epoch, the input of the scaling model: the fields of CommScheme, Job and Measurement, in their order."""
 
     strategy: str
@@ -129,7 +116,7 @@ class MeasuredEpoch(FrozenModel):
         return Measurement("record", workers, CommScheme(*fields[:3]), Job(*fields[3:8]), *fields[8:])
 
 
-class RunRecord(FrozenModel):
+class RunRecord(Section):
     """One finished run of a condition."""
 
     condition: str
@@ -143,8 +130,8 @@ class RunRecord(FrozenModel):
     cv_by_epoch: tuple[FrameMetrics | None, ...] = ()  # the same after each epoch, from 1 on; None: not finite
     initial_cv: FrameMetrics | None = None  # the same before training; None: unknown
     baseline: FrameMetrics | None = None  # models that ignore their input, on the same set; None: unknown
-    tests: dict[str, FrameMetrics] = Field(default={})  # test set -> the final model on it, where it has alignments
-    wers: dict[str, WordErrors] = Field(default={})  # test set, or "NAME GRAPH" of several graphs -> word errors
+    tests: dict[str, FrameMetrics] = Field({})  # test set -> the final model on it, where it has alignments
+    wers: dict[str, WordErrors] = Field({})  # test set, or "NAME GRAPH" of several graphs -> word errors
     time: TimeBreakdown | None = None
     measured: MeasuredEpoch | None = None
     machine: str = ""  # the processor or GPU that trained it
@@ -163,11 +150,11 @@ class RunRecord(FrozenModel):
         return f"{self.condition}-{self.workers}-{self.seed}"
 
     @property
-    def percentages(self) -> dict[Metric, float]:
-        """The results of the final model."""
-        frames = {Metric("cv"): self.cv, **{Metric("frames", name): result for name, result in self.tests.items()}}
+    def percentages(self) -> dict[str, float]:
+        """The results of the final model, by metric."""
+        frames = {CV_ACCURACY: self.cv, **{name + ACCURACY: result for name, result in self.tests.items()}}
         accuracies = {metric: 100.0 * result.frame_accuracy for metric, result in frames.items() if result is not None}
-        return accuracies | {Metric("words", name): errors.wer for name, errors in self.wers.items()}
+        return accuracies | {name + WER: errors.wer for name, errors in self.wers.items()}
 
     @property
     def kind_of_machine(self) -> str:
@@ -180,8 +167,7 @@ class RunRecord(FrozenModel):
         the cross-validation set than the network before training, or than models that ignore their input."""
         if self.failed is not None or self.cv is None:
             return self.failed or ("no epoch was accepted" if self.cv_by_epoch else None)
-        loss, accuracy = self.cv.loss, self.cv.frame_accuracy
-        initial, baseline = self.initial_cv, self.baseline
+        loss, initial, baseline = self.cv.loss, self.initial_cv, self.baseline
         if initial is not None and loss >= initial.loss:
             return f"CV loss {loss:.4g}, {initial.loss:.4g} before training"
         if baseline is None or not no_better_than_baseline(self.cv.model_dump(), baseline.model_dump()):
@@ -189,22 +175,14 @@ class RunRecord(FrozenModel):
         if loss >= baseline.loss:
             return f"CV loss {loss:.4g}, {baseline.loss:.4g} by the frequencies of the pdfs alone"
         constant = f"{100 * baseline.frame_accuracy:.1f} % by always choosing the most frequent pdf"
-        return f"CV frame accuracy {100 * accuracy:.1f} %, {constant}"
-
-
-def dbn_parameters(path: Path) -> str:
-    """Identifies RBMs, whatever file they are in: `OF_PARAMETERS` and 12 digits of the SHA-256 of their parameters."""
-    from ddnn.nn.acoustic_model import load_model  # torch takes a second; nothing else here needs it
-
-    parameters = load_model(path).network.parameters.numpy()
-    return OF_PARAMETERS + hashlib.sha256(parameters.tobytes()).hexdigest()[:12]
+        return f"CV frame accuracy {100 * self.cv.frame_accuracy:.1f} %, {constant}"
 
 
 def write_record(folder: Path, record: RunRecord) -> Path:
     """Writes a record as NAME.json, completely or not at all. UserError: it cannot be written."""
     path = folder / f"{record.name}.json"
     ensure_directory(folder)
-    write_text(path, json.dumps(record.model_dump(mode="json"), separators=(",", ":")) + "\n")
+    write_text(path, record.model_dump_json() + "\n")
     return path
 
 
@@ -271,8 +249,8 @@ class PlannedRun:
 
     @property
     def lacks_dbn(self) -> bool:
-        """Whether the RBMs that it starts from do not exist yet."""
-        return bool(self.dbn_digest) and not (self.dbn_dir / DBN).exists()
+        """Whether it is not trained, and the RBMs that it starts from do not exist yet."""
+        return bool(self.dbn_digest) and not self.is_trained and not (self.dbn_dir / DBN).exists()
 
     def is_recorded(self, records: Mapping[str, RunRecord]) -> bool:
         """Whether there is a record of this very recipe and these tests."""
@@ -287,12 +265,11 @@ def plan_runs(config: ReproduceConfig, folder: Path, tables: Iterable[Table], ou
     condition has no recipe. RecipeError: a recipe is damaged, or its data do not exist."""
     recipes: dict[tuple[int, str], Path] = {}
     for table in tables:
-        for condition in table.conditions:
-            for workers in table.columns(condition, config.workers, config.max_workers):
-                name = config.recipe_name(condition.name)
-                path = folder / config.recipes.replace("{condition}", name).replace("{workers}", str(workers))
-                if not condition.extension or path.is_file():
-                    recipes.setdefault((workers, name), path)
+        for condition, workers in table.settings(config):
+            name = config.recipe_name(condition.name)
+            path = folder / config.recipes.replace("{condition}", name).replace("{workers}", str(workers))
+            if not condition.extension or path.is_file():
+                recipes[workers, name] = path
     dbn, tests = recipe_digest(_load(folder / config.dbn_recipe, "the RBMs")), test_digest(config.tests)
     runs = []
     for seed in config.seeds:
@@ -332,33 +309,3 @@ def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
             prints = [file_fingerprint(path) for path in as_list(get_value(recipe, name))]
             section[last] = prints if isinstance(section[last], list) else prints[0]
     return hashlib.sha256(json.dumps([RESULT_VERSION, tree, dbn], sort_keys=True).encode()).hexdigest()
-
-
-def missing_runs(runs: Iterable[PlannedRun], records: Mapping[str, RunRecord]) -> list[PlannedRun]:
-    """The runs without a record that counts."""
-    return [run for run in runs if not run.is_recorded(records)]
-
-
-OUTDATED = {
-    "outdated_recipe": "records of another recipe or other data: {}, which do not count; their runs are trained again: {}",
-    "outdated_tests": "records evaluated on other tests: {}, which do not count; their runs are evaluated again, or trained "
-    "again if the run dirs are gone: {}",
-}
-
-
-def outdated_records(runs: Iterable[PlannedRun], records: Mapping[str, RunRecord]) -> dict[str, list[str]]:
-    """Names of the runs whose record does not count: it is of another recipe or other data, or of a model that was
-    evaluated on other tests."""
-    outdated = [run for run in missing_runs(runs, records) if run.name in records]
-    tests = [run.name for run in outdated if records[run.name].recipe == run.digest]
-    return {"outdated_recipe": [run.name for run in outdated if run.name not in tests], "outdated_tests": tests}
-
-
-def describe_outdated(values: Mapping[str, Any]) -> list[str]:
-    """What is done about `outdated_records`, a sentence each."""
-    lines = []
-    for key, text in OUTDATED.items():
-        names = values[key]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        lines += [text.format(len(names), ", ".join(names[:5]) + more)] if names else []
-    return lines

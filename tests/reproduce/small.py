@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_graph_dir
 
-from ddnn.reproduce.tables import Condition, Hypothesis, Table
+from ddnn.reproduce.executor import LocalExecutor
+from ddnn.reproduce.runs import PlannedRun, plan_runs
+from ddnn.reproduce.tables import Condition, Hypothesis, Table, load_config
 
 TOY = Table(
     name="toy",
@@ -18,7 +21,7 @@ TOY = Table(
         Condition(name="further", label="without a recipe", extension=True),
     ),
     hypotheses=(Hypothesis(statement="NG-SGD is better", expected_better=("base", 1), expected_worse=("sgd", 1)),),
-    published={("base", 1): {"SWB": 14.7}},
+    published={"base": (1,)},
 )
 
 
@@ -47,3 +50,27 @@ def write_corpus(root: Path, *, graphs: bool = True, init: str = "rbm", rate: fl
         f"    alignments: {root}/ali\n{decoding if graphs else ''}"
     )
     return folder
+
+
+def one_seed(folder: Path) -> Path:
+    """The corpus, with one seed from now on."""
+    path = folder / "reproduce.yaml"
+    path.write_text(path.read_text().replace("seeds: [1, 2]", "seeds: [1]"))
+    return folder
+
+
+def local_executor(folder: Path, out: Path, cores: int = 2) -> tuple[LocalExecutor, list[PlannedRun]]:
+    """With all runs of the toy table."""
+    config = load_config(folder)
+    executor = LocalExecutor(folder, folder / config.dbn_recipe, out / "records", "cpu", cores, lambda line: None)
+    return executor, plan_runs(config, folder, [TOY], out)
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A corpus, which no test changes, and a copy of the output directory of its two runs with one worker."""
+
+    folder: Path
+    out: Path
+    runs: list[PlannedRun]
+    executor: LocalExecutor

@@ -9,6 +9,7 @@ from pathlib import Path
 from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors
 from ddnn.reproduce.tables import ReproduceConfig, Table, TestSet, paper
 
+TABLES = {table.name: table for table in paper().tables}
 WORDS = (7, 3, 9, 1, 5, 4, 8, 6) * 5
 SPEAKERS = tuple(number // 4 for number in range(len(WORDS)))
 
@@ -16,14 +17,19 @@ SPEAKERS = tuple(number // 4 for number in range(len(WORDS)))
 def plan(**changes: object) -> ReproduceConfig:
     """A corpus of three seeds, 1 to 16 workers, one test set with two graphs."""
     test = TestSet(
-        name="test",
         data=Path("test"),
         alignments=Path("ali_test"),
         text=Path("text"),
         model=Path("final.mdl"),
         graphs={"trigram": Path("graph"), "unigram": Path("graph_ug")},
     )
-    fields = {"name": "synthetic", "workers": (1, 2, 4, 16), "max_workers": 16, "tests": (test,), "seeds": (1, 2, 3)}
+    fields = {
+        "name": "synthetic",
+        "workers": (1, 2, 4, 16),
+        "max_workers": 16,
+        "tests": {"test": test},
+        "seeds": (1, 2, 3),
+    }
     return ReproduceConfig.model_validate({**fields, **changes})
 
 
@@ -109,17 +115,16 @@ def by_name(records: Iterable[RunRecord]) -> dict[str, RunRecord]:
 
 def table_records(
     corpus: ReproduceConfig,
-    tables: Iterable[Table] = tuple(paper().tables.values()),
+    tables: Iterable[Table] = paper().tables,
     lost: Mapping[str, float] | None = None,
 ) -> dict[str, RunRecord]:
     """All runs of these tables; `lost` is frame accuracy by condition, and more workers lose a little."""
     found = []
     for table in tables:
-        for condition in table.conditions:
+        for condition, workers in table.settings(corpus):
             name = corpus.recipe_name(condition.name)
-            for workers in table.columns(condition, corpus.workers, corpus.max_workers):
-                for seed in corpus.seeds:
-                    wobble = random.Random(f"{name} {workers} {seed}").gauss(0.0, 0.001)
-                    down = (lost or {}).get(name, 0.0) + 0.001 * workers.bit_length() + wobble
-                    found.append(record(name, workers, seed, 0.6 - down, 0.1 + down))
+            for seed in corpus.seeds:
+                wobble = random.Random(f"{name} {workers} {seed}").gauss(0.0, 0.001)
+                down = (lost or {}).get(name, 0.0) + 0.001 * workers.bit_length() + wobble
+                found.append(record(name, workers, seed, 0.6 - down, 0.1 + down))
     return by_name(found)

@@ -9,21 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-from reproduce.small import TOY, write_corpus
+from reproduce.small import Toy
 
-from ddnn.reproduce.executor import LocalExecutor
 from ddnn.reproduce.measure import EVALUATION
-from ddnn.reproduce.runs import PlannedRun, plan_runs, read_records
-from ddnn.reproduce.tables import load_config
+from ddnn.reproduce.runs import read_records
 
 
-def local_executor(root: Path, cores: int) -> tuple[LocalExecutor, list[PlannedRun]]:
-    """With the two runs of one worker and seed 1."""
-    folder, out = write_corpus(root, graphs=False, init="random"), root / "out"
-    config = load_config(folder)
-    runs = [run for run in plan_runs(config, folder, [TOY], out) if run.workers == run.seed == 1]
-    dbn_recipe = folder / config.dbn_recipe
-    return LocalExecutor(folder, dbn_recipe, out / "records", "cpu", cores, lambda line: None), runs
+def forget(records: Path) -> None:
+    for path in records.glob("*.json"):
+        path.unlink()
 
 
 def stand_in(root: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
@@ -36,8 +30,11 @@ def stand_in(root: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     monkeypatch.setattr("ddnn.reproduce.measure.MODULE", "stand_in")
 
 
-def test_an_evaluation_that_is_killed_is_the_error_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor, runs = local_executor(tmp_path, 2)
+def test_an_evaluation_that_is_killed_is_the_error_of_its_run(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, runs = toy.executor, toy.runs
+    forget(executor.records)
     kill = "if 'sgd' in str(folder):\n    (folder / 'loglikes.ark').write_bytes(b'x')\n    os.kill(os.getpid(), 9)\n"
     with monkeypatch.context() as patch:
         stand_in(tmp_path, patch, kill + "sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))")
@@ -48,8 +45,12 @@ def test_an_evaluation_that_is_killed_is_the_error_of_its_run(tmp_path: Path, mo
     assert executor.execute(runs[:1]) == {} and "sgd-1-1" in read_records(executor.records)
 
 
-def test_a_stop_ends_the_evaluations_and_starts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor, runs = local_executor(tmp_path, 1)
+def test_a_stop_ends_the_evaluations_and_starts_no_more(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, runs = toy.executor, toy.runs
+    executor.cores = 1
+    forget(executor.records)
     stand_in(
         tmp_path, monkeypatch, f"(Path({str(tmp_path)!r}) / f'evaluation-{{os.getpid()}}').touch()\ntime.sleep(600)"
     )
@@ -71,11 +72,11 @@ def test_a_stop_ends_the_evaluations_and_starts_no_more(tmp_path: Path, monkeypa
     assert read_records(executor.records) == {} and not list(runs[0].output_dir.glob(f"runs/*/{EVALUATION}"))
 
 
-def test_what_a_killed_call_left_is_removed(tmp_path: Path) -> None:
-    executor, (run, _) = local_executor(tmp_path, 1)
+def test_what_a_killed_call_left_is_removed(toy: Toy) -> None:
+    executor, run = toy.executor, toy.runs[0]
     run_dir = run.run_dir
+    (run_dir / "metrics.jsonl").unlink()
     (run_dir / EVALUATION / "tmp1").mkdir(parents=True)
-    (run_dir / "final.safetensors").touch()
     error = executor.execute([run])["sgd-1-1"]
     assert error.message.startswith("exit code 2: ddnn: error: there is no metrics.jsonl here")
     assert not (run_dir / EVALUATION).exists()

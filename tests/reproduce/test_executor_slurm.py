@@ -18,7 +18,7 @@ from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.command import ReproduceResult, exclusive
 from ddnn.reproduce.executor import LocalExecutor
 from ddnn.reproduce.jobs import SlurmExecutor
-from ddnn.reproduce.runs import RunRecord, missing_runs, plan_runs, read_records, write_record
+from ddnn.reproduce.runs import RunRecord, plan_runs, read_records, write_record
 from ddnn.reproduce.tables import load_config
 from ddnn.runs.run_status import DBN
 from ddnn.slurm.options import SlurmOptions
@@ -97,7 +97,7 @@ def submit(
     local = LocalExecutor(folder, folder / config.dbn_recipe, out / "records", "auto", 1, lambda line: None)
     local.execute = lambda runs: {}  # type: ignore[method-assign]
     executor = SlurmExecutor(local, "auto", SlurmOptions(None, None, dict(settings)), retried, dry_run)
-    errors = executor.execute(missing_runs(runs, records))
+    errors = executor.execute([run for run in runs if not run.is_recorded(records)])
     return SimpleNamespace(**executor.jobs), [f"{name}: {error}" for name, error in errors.items()]
 
 
@@ -170,7 +170,7 @@ def test_from_the_first_call_to_the_records(
     assert "jobs" not in last and len(slurm.calls) == 4, "once all is there nothing is submitted"
 
 
-def test_without_sbatch_nothing_is_written(
+def test_without_sbatch_no_run_is_written(
     tmp_path: Path, run_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, out = write_corpus(tmp_path, graphs=False), tmp_path / "out"
@@ -178,7 +178,7 @@ def test_without_sbatch_nothing_is_written(
     call = ("reproduce", "table6", "--corpus", folder, "--out", out, "--seeds", "1", "--workers", "1", "--slurm")
     result = run_cli(*call)
     assert result.exit_code == 2 and "sbatch is not found" in result.stderr and result.stderr.count("hint:") == 1
-    assert not out.exists()
+    assert not (out / "runs").exists() and not (out / "dbns").exists()
     dry = run_cli(*call, "--dry-run")
     assert dry.exit_code == 0 and "jobs: 3 would be submitted" in dry.stdout and "6 more missing" in dry.stdout
 
@@ -192,7 +192,7 @@ def test_a_dry_run_says_where_the_selection_leaves_nothing_to_submit(
         write_record(out / "records", made)
     call = ("reproduce", "table6", "--corpus", folder, "--out", out, "--seeds", "1", "--workers", "1", "--slurm")
     said = run_cli(*call, "--dry-run").stdout
-    assert "would execute no runs" in said and "6 more missing and not selected" in said and "missing:" not in said
+    assert "to execute: no runs" in said and "6 more missing and not selected" in said and "missing:" not in said
 
 
 def test_a_run_that_diverges_is_a_result(slurm: Slurm, tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from report_runs import epoch_row, rows_of, write_run
-from reproduce.synthetic import by_name, collapsed, diverged, epoch, record
+from reproduce.synthetic import by_name, collapsed, diverged, epoch, plan, record
 
 from ddnn.decoding.word_errors import speaker_numbers
 from ddnn.report.scaling import CommScheme, Job, Measurement
 from ddnn.reproduce.entries import overloaded_runs, speed_ups
-from ddnn.reproduce.measure import evaluate_run
+from ddnn.reproduce.measure import evaluate_run, with_other_wers
 from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord
-from ddnn.reproduce.tables import Condition
+from ddnn.reproduce.tables import Condition, Table, TestSet
 from ddnn.util.errors import DataError
 
 
@@ -24,8 +24,9 @@ def run(workers: int, seed: int, seconds: float, machine: str) -> RunRecord:
 
 
 def measured(*runs: RunRecord) -> dict[int, float]:
-    found = speed_ups([Condition(name="base", label="all-reduce")], (1, 2, 16), by_name(runs))
-    return {one.workers: one.speed_up for one in found if one.kind == "measured"}
+    table = Table(name="toy", title="", workers=("all",), conditions=(Condition(name="base", label="all-reduce"),))
+    found = speed_ups(plan(workers=(1, 2, 16)), table, by_name(runs))
+    return {one["workers"]: one["speed_up"] for one in found if one["kind"] == "measured"}
 
 
 def test_only_runs_of_one_kind_of_machine_are_held_against_each_other() -> None:
@@ -72,7 +73,7 @@ def test_runs_whose_workers_shared_cores_are_no_measured_speed_up() -> None:
 def test_the_cv_figure_of_a_record_is_that_of_the_last_accepted_epoch(tmp_path: Path) -> None:
     rows = rows_of(1, epochs=3, compute_cpu_seconds=3.1 * 0.93 * 0.5)
     rows[-1] |= {"accepted": False, "loss": 3.0, "frame_accuracy": 0.1}
-    found = evaluate_run(record("base", 1, 1, 0.6), write_run(tmp_path / "run", rows), (), "cpu", tmp_path)
+    found = evaluate_run(record("base", 1, 1, 0.6), write_run(tmp_path / "run", rows), {}, "cpu")
     expected = epoch_row(2, "cv")
     assert found.cv is not None and found.epochs == 3
     assert found.time is not None and found.time.compute_cpu_fraction == pytest.approx(0.5)
@@ -94,7 +95,7 @@ def test_a_record_says_what_the_metrics_say_of_the_training(tmp_path: Path) -> N
     for name, accepted in (("trained", True), ("rejected", False)):
         own = [r | {"accepted": accepted} if r["type"] == "epoch" else r for r in rows]
         run_dir = write_run(tmp_path / name, [start, initial, *own, resumed])
-        made[name] = evaluate_run(record("base", 1, 1, 0.6), run_dir, (), "cpu", tmp_path)
+        made[name] = evaluate_run(record("base", 1, 1, 0.6), run_dir, {}, "cpu")
     found = made["trained"]
     assert found.baseline == FrameMetrics(loss=1.5, frame_accuracy=0.25)
     assert found.initial_cv == FrameMetrics(loss=2.5, frame_accuracy=0.125) == made["rejected"].cv
@@ -111,7 +112,7 @@ def test_the_cores_of_a_record_are_those_that_the_start_found(tmp_path: Path) ->
         "learning_rate_scale": 1.0, "train_frames": 9, "cv_frames": 9, "train_digest": "aa", "cv_digest": "bb",
     }  # fmt: skip
     rows = [start, *(row for row in rows_of(4, epochs=2) if row["type"] != "start")]
-    found = evaluate_run(record("base", 4, 1, 0.6), write_run(tmp_path / "run", rows), (), "cpu", tmp_path)
+    found = evaluate_run(record("base", 4, 1, 0.6), write_run(tmp_path / "run", rows), {}, "cpu")
     assert found.time is not None and found.time.cores == 1
 
 
@@ -132,7 +133,25 @@ def test_rbms_that_were_trained_since_are_not_those_of_the_run(
     when = (run_dir / "final.safetensors").stat().st_mtime + age
     os.utime(tmp_path / "dbn" / "dbn.safetensors", (when, when))
     before = record("base", 1, 1, 0.6, dbn="known before")
-    assert evaluate_run(before, run_dir, (), "cpu", tmp_path).dbn == dbn
+    assert evaluate_run(before, run_dir, {}, "cpu").dbn == dbn
+
+
+def test_rates_of_another_scorer_are_read_where_there_is_no_graph(tmp_path: Path) -> None:
+    for name in ("decode-eval2000/SWB", "decode-eval2000/eval2000 x", "decode-other/SWB", "decode-test/a", "SWB"):
+        path = tmp_path / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"wer": 14.6}')
+    (tmp_path / "decode-eval2000" / "frames.json").write_text('{"loss": 1.0, "frame_accuracy": 0.5}')
+    tests = {**plan().tests, "eval2000": TestSet(data=tmp_path)}
+    before = record("base", 1, 1, 0.6)
+    found = with_other_wers(before, tmp_path, tests)
+    assert found.wers.keys() - before.wers.keys() == {"SWB", "eval2000 x"}
+    assert found.percentages["SWB WER"] == 14.6 and found.wers.keys() >= before.wers.keys()
+    assert with_other_wers(before, tmp_path / "nowhere", tests) == before
+    failed = diverged("base", 1, 1)
+    assert with_other_wers(failed, tmp_path, tests) == failed
+    with pytest.raises(DataError, match=r"two test sets have a SWB\.json"):
+        with_other_wers(before, tmp_path, {**tests, "other": TestSet(data=tmp_path)})
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
-from reproduce.synthetic import by_name, collapsed, diverged, epoch, plan, record, table_records
+from reproduce.synthetic import TABLES, by_name, collapsed, diverged, epoch, plan, record, table_records
 
-from ddnn.reproduce.entries import SpeedUp
 from ddnn.reproduce.report import Report, build_report, report_templates
-from ddnn.reproduce.tables import paper
 from ddnn.util.text import environment
 
-TABLES = paper().tables
 EVIL = "<script>alert(1)</script> | *a* _b_ `c` [d](e) $f$ &lt; \n# g \x1b[31m \u202e \ud800"
 TEXT = st.text(max_size=40)
 
@@ -27,7 +24,7 @@ def report_with(text: str, command: str = "ddnn reproduce") -> Report:
     """A report with this text in all places where text of users or files is shown: notes, reasons, machines."""
     runs = by_name([diverged("sgd", 16, 1, text), record("base", 16, 1, 0.6, machine=text, version=text)])
     corpus = plan().model_copy(update={"notes": {"all": text, "table6": text}})
-    return build_report(corpus, [TABLES["table6"]], runs, command, [], [])
+    return build_report(corpus, [TABLES["table6"]], runs, command, [])
 
 
 class Reader(HTMLParser):
@@ -104,7 +101,7 @@ def test_report_of_a_table(tmp_path: Path) -> None:
     records = table_records(corpus, [TABLES["table6"]], {"sgd": 0.03, "sgd-half": 0.001})
     records |= by_name([diverged("sgd", 16, 3, EVIL)])
     del records["sgd-half-16-1"]
-    found = build_report(corpus, [TABLES["table6"]], records, "ddnn reproduce table6", ["sgd-half-16-1"], [])
+    found = build_report(corpus, [TABLES["table6"]], records, "ddnn reproduce table6", ["sgd-half-16-1"])
     files = found.write(tmp_path / "results" / "an.4")
     assert [path.name for path in files] == ["an.4.md", "an.4.html", "table6.png", "table6-learning.png"]
     text = files[0].read_text()
@@ -134,7 +131,7 @@ def test_what_did_not_train_has_no_figures_in_the_report(tmp_path: Path) -> None
     corpus, table = plan(), TABLES["table6"]
     records = table_records(corpus, [table], {"sgd": 0.03, "sgd-half": 0.001})
     records |= by_name([collapsed("sgd", 16, seed) for seed in (1, 2, 3)])
-    found = build_report(corpus, [table], records, "c", [], [])
+    found = build_report(corpus, [table], records, "c", [])
     text = found.markdown("x")
     for piece in (
         "| SGD | 16 | 3, 3 failed | - | - | - | - | - |",
@@ -151,18 +148,18 @@ def test_what_did_not_train_has_no_figures_in_the_report(tmp_path: Path) -> None
 
 
 def degraded(report: Report) -> list[tuple[str, float]]:
-    return [(loss.entry.condition.name, loss.percentage_points) for loss in report.context["degradations"]]
+    return [(entry.condition.name, loss.difference or 0.0) for entry, loss in report.context["degradations"]]
 
 
 def test_standard_deviations_are_of_n_minus_1() -> None:
     """50 % and 52 % in two runs: 51 with a deviation of sqrt(2)."""
     runs = by_name(record("base", 1, seed, accuracy) for seed, accuracy in ((1, 0.50), (2, 0.52)))
-    text = build_report(plan(seeds=(1, 2)), [TABLES["table1"]], runs, "c", [], []).markdown("x")
+    text = build_report(plan(seeds=(1, 2)), [TABLES["table1"]], runs, "c", []).markdown("x")
     assert "51.00 ± 1.41" in text
 
 
 def test_report_without_runs(tmp_path: Path) -> None:
-    found = build_report(plan(), list(TABLES.values()), {}, "ddnn reproduce all", ["base-1-1"], [])
+    found = build_report(plan(), list(TABLES.values()), {}, "ddnn reproduce all", ["base-1-1"])
     text = found.write(tmp_path / "empty")[0].read_text()
     assert "| RBM | 16 | 0 of 3 | - |" in text and "No runs." in text
     assert "not tested (no runs of: " in text and "Degradation against" not in text
@@ -171,11 +168,14 @@ def test_report_without_runs(tmp_path: Path) -> None:
 def test_report_of_speed() -> None:
     corpus = plan()
     records = table_records(corpus, [TABLES["figure2"]])
-    speeds = [SpeedUp("base", "all-reduce", 16, 13.5, "predicted"), SpeedUp("base", "all-reduce", 2, 1.9, "measured")]
-    found = build_report(corpus, [TABLES["figure2"]], records, "c", [], speeds)
+    for name, seconds in (("base-1-1", 19.0), ("base-2-1", 10.0)):
+        records[name] = records[name].model_copy(update={"measured": epoch(records[name].workers, seconds)})
+    found = build_report(corpus, [TABLES["figure2"]], records, "c", [])
     text = found.markdown("x")
-    assert "| all-reduce | predicted | - | 13.50 |" in text and "| all-reduce | measured | 1.90 | - |" in text
-    assert "| all-reduce | predicted | - | 84.4 |" in text and "| all-reduce | measured | 95.0 | - |" in text
+    assert "| all-reduce | measured | 1.00 | 1.90 | - |" in text
+    assert "| all-reduce | predicted | - | - | 3.74 | - | 14.86 | - |" in text
+    assert "| all-reduce | measured | 100.0 | 95.0 | - |" in text
+    assert "| all-reduce | predicted | - | - | 93.5 | - | 92.9 | - |" in text
     assert "4 workers on 2" in text and "(x/figure2-speed.png)" in text
     assert "| all-reduce | 2 | 3 | 450 | 2.222 | 55.0 | 81.8 | 5.5 | 1.8 |" in text
 
@@ -188,7 +188,7 @@ def test_times_are_medians_without_runs_on_overloaded_cores() -> None:
         assert run.time is not None
         time = run.time.model_copy(update={"seconds": 100.0 * factor, "compute_seconds": 90.0 * factor})
         records[run.name] = run.model_copy(update={"time": time, "measured": epoch(2, 10.0 * factor)})
-    text = build_report(corpus, [TABLES["figure2"]], records, "c", [], []).markdown("x")
+    text = build_report(corpus, [TABLES["figure2"]], records, "c", []).markdown("x")
     assert text.startswith("# synthetic: Speed-up\n")
     assert "| all-reduce | 2 | 2 of 3 | 450 | 2.222 | 112.5 | 90.0 | 2.7 | 0.9 |" in text
     assert "Without 1 run on overloaded cores" in text and "| 600.0 (overloaded) |" in text
@@ -199,15 +199,15 @@ def test_the_aim_is_met_or_not() -> None:
     runs = [record("base", n, seed, 0.6 - 0.003 * (n > 1)) for n in (1, 16) for seed in (1, 2, 3)]
     closing = [record("closing", n, seed, 0.6) for n in (1, 16) for seed in (1, 2, 3)]
     for extra, sentence in (([], "in: none of these conditions"), (closing, "in: closing (+0.00, 3 seeds)")):
-        text = build_report(corpus, [TABLES["table1"]], by_name(runs + extra), "c", [], []).markdown("x")
+        text = build_report(corpus, [TABLES["table1"]], by_name(runs + extra), "c", []).markdown("x")
         assert sentence in text
     longer = [run.model_copy(update={"epochs": 11}) for run in closing]
-    text = build_report(corpus, [TABLES["table1"]], by_name(runs + longer), "c", [], []).markdown("x")
+    text = build_report(corpus, [TABLES["table1"]], by_name(runs + longer), "c", []).markdown("x")
     assert "in: none of these conditions" in text and "+0.00 (+0.00 to +0.00) ‡" in text
 
 
 def test_what_a_corpus_says_of_a_table_stands_in_the_report() -> None:
     corpus = plan(notes={"table2": "An hour | of speech.", "all": "Small."})
-    document = build_report(corpus, [TABLES["table2"]], {}, "ddnn reproduce", [], [])
+    document = build_report(corpus, [TABLES["table2"]], {}, "ddnn reproduce", [])
     markdown = document.markdown("x")
     assert "Small." in markdown and "An hour" in markdown and "of speech." in markdown

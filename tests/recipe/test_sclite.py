@@ -1,7 +1,8 @@
-"""What sclite's summaries are read as; damaged ones are refused."""
+"""recipes/swbd/sclite.py: what sclite's summaries are read as; damaged ones are refused."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -9,8 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.reproduce.measure import MAX_BYTES, best_scores, read_summary
-from ddnn.util.errors import DataError
+from ddnn.report.runs import read_results
+
+SPEC = importlib.util.spec_from_file_location("sclite", Path(__file__).parents[2] / "recipes" / "swbd" / "sclite.py")
+assert SPEC is not None and SPEC.loader is not None
+sclite = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(sclite)
+best_scores, read_summary = sclite.best_scores, sclite.read_summary
 
 SYS = """
 
@@ -63,6 +69,20 @@ def test_best_weight_of_each_subset(tmp_path: Path) -> None:
     assert best_scores(decode) == {"eval2000": 20.8, "SWB": 14.6, "CH": 26.8}
 
 
+def test_rates_become_results_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decode = tmp_path / "decode-eval2000"
+    put(decode, "score_9_0.0", "eval2000.ctm.swbd.filt.sys", SYS.format(err=14.6))
+    put(decode, "score_9_0.0", "eval2000.ctm.filt.sys", SYS.format(err=20.8))
+    (tmp_path / "empty").mkdir()
+    assert sclite.main([str(decode), str(tmp_path / "empty")]) == 0
+    assert capsys.readouterr().out == f"{decode}: SWB 14.60 %, eval2000 20.80 %\n{tmp_path}/empty: not scored\n"
+    assert read_results(tmp_path)[0] == {
+        "decode-eval2000/SWB: WER (%)": 14.6, "decode-eval2000/eval2000: WER (%)": 20.8,
+    }  # fmt: skip
+    put(decode, "score_9_0.0", "rt03.ctm.filt.sys", SYS.format(err=20.8))
+    assert sclite.main([str(decode)]) == 2 and "two data dirs" in capsys.readouterr().err
+
+
 def test_s5b_has_no_penalty_and_another_test_set_its_own_name(tmp_path: Path) -> None:
     put(tmp_path, "score_15", "SWB01.ctm.filt.sys", SYS.format(err=16.1))
     assert best_scores(tmp_path) == {"SWB01": 16.1}
@@ -98,12 +118,12 @@ def test_nothing_where_nothing_was_scored(tmp_path: Path) -> None:
         (SYS.format(err="１4.6"), "0 lines of totals"),
         ("| Sum/Avg|", "0 lines of totals"),
         ("| Sum | 0 0 | 0 0 0 0 0 0 |", "no words"),
-        ("x" * (MAX_BYTES + 1), "at most"),
+        ("x" * (sclite.MAX_BYTES + 1), "at most"),
     ],
 )
 def test_damaged_summaries_are_refused(tmp_path: Path, text: str, said: str) -> None:
     path = put(tmp_path, "score_10", "eval2000.ctm.filt.sys", text)
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(ValueError, match=said) as caught:
         best_scores(tmp_path)
     assert str(path) in str(caught.value)
 
@@ -120,7 +140,7 @@ def test_subsets_of_others_are_not_the_paper_s(tmp_path: Path, name: str) -> Non
 def test_two_data_dirs_in_one_directory_are_refused(tmp_path: Path, name: str, folder: str) -> None:
     put(tmp_path, "score_10", "eval2000.ctm.swbd.filt.sys", SYS.format(err=14.6))
     put(tmp_path, folder, f"{name}.ctm.filt.sys", SYS.format(err=23.4))
-    with pytest.raises(DataError, match="two data dirs") as caught:
+    with pytest.raises(ValueError, match="two data dirs") as caught:
         best_scores(tmp_path)
     assert "eval2000" in str(caught.value) and name in str(caught.value)
 
@@ -128,7 +148,7 @@ def test_two_data_dirs_in_one_directory_are_refused(tmp_path: Path, name: str, f
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "score_10").mkdir()
     os.mkfifo(tmp_path / "score_10" / "eval2000.ctm.filt.sys")
-    with pytest.raises(DataError, match="not a regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         best_scores(tmp_path)
 
 
@@ -142,5 +162,5 @@ def test_any_bytes_are_a_rate_or_refused(content: bytes, tmp_path_factory: pytes
     path.write_bytes(content)
     try:
         assert 0.0 <= read_summary(path) <= 1e11
-    except DataError as error:
-        assert error.hint is not None
+    except ValueError as error:
+        assert str(path) in str(error)
