@@ -182,7 +182,7 @@ def evaluate(
     Raises:
         UserError: damaged data, or data that do not fit the model.
     """
-    from ddnn.training.evaluation import evaluate_run
+    from ddnn.training.model_evaluation import evaluate_run
 
     result = evaluate_run(
         Path(run_dir), Path(data), Path(alignments), device, allow_pipes, by, _optional_path(transforms)
@@ -358,7 +358,7 @@ class Model:
             UserError: damaged data, or features that are not of the kind that the model was trained on.
         """
         from ddnn.decoding.prepare import compute_scores
-        from ddnn.training.evaluation import load_for_model
+        from ddnn.training.model_evaluation import load_for_model
 
         if kind not in get_args(Kind):
             raise UserError(f"{kind!r} found, expected one of {', '.join(get_args(Kind))}")

@@ -22,7 +22,7 @@ from ddnn.kaldi.basic_types import BasicTypeWriter
 from ddnn.kaldi.data_dir import read_data_dir
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.transition_model import write_left_to_right
-from ddnn.training.evaluation import load_data_dir
+from ddnn.training.model_evaluation import load_data_dir
 
 DIM, PDFS = 4, 3
 

@@ -39,7 +39,8 @@ from ddnn.nn.network import Workspace
 from ddnn.nn.precision import allow_tf32
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.optim.sgd import Sgd
-from ddnn.training.evaluation import FigureSums, evaluate_run
+from ddnn.training.evaluation import FigureSums
+from ddnn.training.model_evaluation import evaluate_run
 from ddnn.training.step import CudaGraphStep, EagerStep, make_step
 from ddnn.util.errors import UserError
 from ddnn.util.system import choose_device, usable_cores

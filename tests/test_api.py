@@ -34,7 +34,7 @@ from ddnn.nn.network import Network
 from ddnn.runs.run_dir import load_run
 from ddnn.synth.corpus import SynthOptions, synthesize
 from ddnn.training import start
-from ddnn.training.evaluation import evaluate_run
+from ddnn.training.model_evaluation import evaluate_run
 from ddnn.util.errors import DataError
 
 PAGE = Path(__file__).parents[1] / "docs/python.md"

@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
     "top": 3_300,
-    "averaging": 5_700,
+    "averaging": 5_850,
     "bench": 4_850,
     "cli": 5_350,
     "data": 15_600,
@@ -28,7 +28,7 @@ TOKENS = {
     "distributed": 9_750,
     "inspection": 6_500,
     "kaldi": 20_500,
-    "nn": 26_760,
+    "nn": 26_800,
     "optim": 7_410,
     "recipe": 12_100,
     "report": 12_600,
@@ -36,7 +36,7 @@ TOKENS = {
     "runs": 12_700,
     "slurm": 6_650,
     "synth": 5_250,
-    "training": 32_950,
+    "training": 33_800,
     "util": 7_100,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
@@ -48,7 +48,7 @@ BUDGETS = {
     "longest file": 590,
     "longest function": 55,
     "most imports of ddnn in a file": 36,
-    "modules with one importer": 19,
+    "modules with one importer": 20,
     "modules that training.trainer imports, directly or not": 66,
 }
 """What the code may be at most, by the same rule."""
@@ -335,17 +335,24 @@ CHOSEN_ONCE = (r"\bkernels is (not )?None", r"\.size == 1\b", r"\.world_size == 
 
 
 def test_the_training_loop_decides_nothing() -> None:
-    """`train` has no `if` at all but on what the schedule and the averager return, and fits on a screen."""
-    tree = tree_of(PACKAGE / "training" / "trainer.py")
-    loop = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train")
-    tests = [ast.unparse(node.test) for node in ast.walk(loop) if isinstance(node, ast.If | ast.IfExp | ast.While)]
+    """Its functions have no `if` at all but on what the schedule and the averager return, and fit on a screen."""
+    tree = tree_of(PACKAGE / "training" / "loop.py")
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert [function.name for function in functions] == ["train_epoch", "warm_up", "train"]
+    tests = [
+        ast.unparse(node.test)
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.If | ast.IfExp | ast.While)
+    ]
     assert sorted(tests) == [
         "accepted",
-        "not progress.started",
+        "not t.progress.started",
         "not t.schedule.finished",
         "t.averager.after_minibatch(batch.num_frames)",
+        "trainer.warmup != 'none'",
     ]
-    assert (loop.end_lineno or 0) - loop.lineno < 45
+    assert (functions[-1].end_lineno or 0) - functions[0].lineno < 60
 
 
 @pytest.mark.parametrize("folder", ["training", "optim", "averaging"])

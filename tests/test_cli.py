@@ -253,7 +253,7 @@ def test_bad_recipe_is_one_message_and_2(run: Run, recipe: Path) -> None:
 
 
 def test_evaluate(run: Run, called: Any) -> None:
-    calls = called("ddnn.training.evaluation", "evaluate_run", Result())
+    calls = called("ddnn.training.model_evaluation", "evaluate_run", Result())
     arguments = ["evaluate", "run", "--data", "d d", "--alignments", "a", "--device", "cpu"]
     assert run(*arguments) == (0, "loss 1.5, größer\n", "")
     code, out, _ = run(*arguments, "--json", "--allow-pipes")

@@ -134,12 +134,12 @@ class Averager:
         self.requested = self.local_request()
         return False
 
+    def log_averagings(self) -> None:
+        """Logs how often models are averaged in the epoch that has begun."""
+
     def end_epoch(self) -> None:
         """Leaves in the network the model to evaluate and save, the same bits on every worker. Collective.
         NoFiniteModelError: no worker's model is finite."""
-
-    def average_now(self) -> None:
-        """parameters <- their exact mean, at once: each step of a warm-up by all-reduce. Collective."""
 
     def broadcast(self) -> None:
         """parameters <- those of rank 0, from which the training starts. Collective."""
@@ -242,26 +242,21 @@ class _SeveralWorkersAverager(Averager):
         super().begin_epoch(num_minibatches)
         self.strategy.begin_epoch(self.parameters)
         self.network.parameters_changed()
-        world, period, known = self.groups.world, self._period, self._averagings_per_epoch is not None
-        self._averagings_per_epoch = world.all_reduce_min(num_minibatches // period)
+        world = self.groups.world
+        self._averagings_per_epoch = world.all_reduce_min(num_minibatches // self._period)
         # Gossip has no other message from all to all: there one at each averaging would make every worker wait.
         rare = max(1, min(REQUEST_SYNC_PERIOD, int(REQUEST_SYNC_SECONDS / max(longest, 1e-9))))
         self._request_sync_period = world.all_reduce_min(rare if self.strategy.gossip else 1)
-        if not known and world.rank == 0:
-            end = "then the model of rank 0" if self.average_gradient else "and the mean at its end"
-            log.info("model averaging: %d per epoch, %s", self._averagings_per_epoch, end)
-            if self._averagings_per_epoch == 0:
-                log.warning("the smallest shard has fewer than parallel.averaging_period = %d minibatches", period)
         self.timer.mark("averaging")
         return num_minibatches
 
-    def average_now(self) -> None:
-        finite = self._is_finite(self.parameters)
-        with self._staged_parameters() as vector:
-            weighted_mean(self.groups.data, vector, float(finite))
-        self.reset()
-        if not finite:
-            self._reset_excluded()
+    def log_averagings(self) -> None:
+        if self.groups.world.rank:
+            return
+        end = "then the model of rank 0" if self.average_gradient else "and the mean at its end"
+        log.info("model averaging: %d per epoch, %s", self._averagings_per_epoch, end)
+        if self._averagings_per_epoch == 0:
+            log.warning("the smallest shard has fewer than parallel.averaging_period = %d minibatches", self._period)
 
     def broadcast(self) -> None:
         with self._staged_parameters() as vector:
@@ -488,13 +483,44 @@ class GradientAverager(_SeveralWorkersAverager):
             self.sync_requests()
         return True
 
-    def average_now(self) -> None:
-        """Nothing: the gradients were averaged."""
-
     def end_epoch(self) -> None:
         with self._staged_parameters() as vector:  # machines of different kinds round differently
             self.groups.data.broadcast(vector, 0)
         self.timer.mark("averaging")
+
+
+class _WarmUpAverager(_SeveralWorkersAverager):
+    """Averages the models after each minibatch of a warm-up, by their exact mean whatever the strategy is."""
+
+    def begin_epoch(self, num_minibatches: int) -> int:
+        return Averager.begin_epoch(self, num_minibatches)
+
+    def after_minibatch(self, frames: int) -> bool:
+        self._count_minibatch(frames)
+        finite = self._is_finite(self.parameters)
+        with self._staged_parameters() as vector:
+            weighted_mean(self.groups.data, vector, float(finite))
+        if not finite:
+            self._reset_excluded()
+        self.sync_requests()
+        return True
+
+
+class _SingleWorkerAverager(_WarmUpAverager):
+    """Averages nothing: rank 0 trains alone. All workers exchange their requests after each averaging period."""
+
+    excludes = False
+
+    def _prepare(self) -> None:
+        self.lr_scale = 1.0
+
+    def after_minibatch(self, frames: int) -> bool:
+        self._count_minibatch(frames)
+        self.requested = Request.NONE
+        if self.counters.minibatches % self.config.averaging_period:
+            return False
+        self.sync_requests()
+        return True
 
 
 def make_averager(config: AveragingOptions, groups: Groups, network: Network | Rbm, optimizer: Sgd | Rbm) -> Averager:
@@ -505,6 +531,18 @@ def make_averager(config: AveragingOptions, groups: Groups, network: Network | R
         return GradientAverager(config, groups, network, optimizer)
     averager = OverlappedAverager if config.overlap else BlockingAverager
     return averager(config, groups, network, optimizer)
+
+
+def make_warmup_averager(averager: Averager, *, single: bool) -> Averager:
+    """The averager of the warm-up before the training of `averager`, which asks the same worker for requests; `single`:
+    rank 0 trains alone. With one worker `averager` itself."""
+    if not isinstance(averager, _SeveralWorkersAverager):
+        return averager
+    several = GradientAverager if isinstance(averager, GradientAverager) else _WarmUpAverager
+    kind = _SingleWorkerAverager if single else several
+    warmup = kind(averager.config, averager.groups, averager.network, averager.optimizer)
+    warmup.local_request = averager.local_request
+    return warmup
 
 
 def _norm(tensor: Tensor) -> float:

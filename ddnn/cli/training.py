@@ -182,7 +182,7 @@ def evaluate(json_: bool, **options: Any) -> None:
 
     RUN_DIR may also be a model file in it: best.safetensors of a training that has not finished.
     """
-    from ddnn.training.evaluation import evaluate_run
+    from ddnn.training.model_evaluation import evaluate_run
 
     print_result(evaluate_run(**options), json_)
 

@@ -43,7 +43,7 @@ from ddnn.nn.network import Network
 from ddnn.nn.scorer import PRIOR_CUTOFF, ScoreKind, Scorer, log_priors, one_utterance, read_counts
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, check_run_dir, model_digest, run_dir_of
-from ddnn.training.evaluation import load_for_model
+from ddnn.training.model_evaluation import load_for_model
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, ensure_directory, has_content, write_text
 from ddnn.util.pool import worker_pool

@@ -37,8 +37,9 @@ class Figure:
 
 LOSS = Figure("loss", "loss", "lower")
 FRAME_ACCURACY = Figure("frame_accuracy", "frame accuracy", "higher", percent=True)
+RECONSTRUCTION_ERROR = Figure("reconstruction_error", "reconstruction error", "lower")
 
-FIGURES = {figure.name: figure for figure in (LOSS, FRAME_ACCURACY)}
+FIGURES = {figure.name: figure for figure in (LOSS, FRAME_ACCURACY, RECONSTRUCTION_ERROR)}
 """All figures of all objectives, by name, in the order in which they are shown."""
 
 

@@ -59,7 +59,7 @@ def evaluate_run(record: RunRecord, run_dir: Path, tests: Mapping[str, TestSet],
     fit the model."""
     import torch
 
-    from ddnn.training.evaluation import evaluate_run as evaluate
+    from ddnn.training.model_evaluation import evaluate_run as evaluate
 
     torch.set_num_threads(1)
     run = read_run(run_dir)

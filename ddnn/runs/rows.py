@@ -100,7 +100,7 @@ class _Result(MetricsRow):
 
     @property
     def loss(self) -> float | None:
-        return next(iter(self.figures.values()))
+        return next(iter(self.figures.values()), None)
 
 
 class _Figures(_Result):
@@ -258,6 +258,7 @@ class EndRow(_Result):
     type: Literal["end"] = "end"
     reason: EndReason
     detail: Name  # the reason in words
+    figures: Figures  # empty without validation
     epoch: Count  # finished epochs
     kept_epoch: Count  # the last that was accepted, 0 if none
     combination: Name = ""  # what mean it is, in words; empty: it is that of `kept_epoch`, whose own figures are `kept`
@@ -277,11 +278,12 @@ class EndRow(_Result):
     @property
     def summary(self) -> str:
         """Which model it is, its figures in cross-validation, and why training ended."""
-        loss, *others = texts(self.figures)
-        figures = ", ".join([f"CV {loss}{' (bf16)' * (self.precision == 'bf16')}", *others])
+        parts = [self.combination or f"epoch {self.kept_epoch}", *texts(self.figures)]
+        if self.figures:
+            parts[1] = f"CV {parts[1]}{' (bf16)' if self.precision == 'bf16' else ''}"
         kept = next(iter(self.kept.values()), None)
         alone = f"; epoch {self.kept_epoch} alone {math.nan if kept is None else kept:.4f}" if self.combination else ""
-        return f"{self.combination or f'epoch {self.kept_epoch}'}, {figures}{alone} ({self.why})"
+        return f"{', '.join(parts)}{alone} ({self.why})"
 
 
 class PretrainRow(MetricsRow):

@@ -1,47 +1,29 @@
-"""Loss per frame and frame accuracy: of a model on labelled frames, and of an epoch while it trains."""
+"""Figures of a model: over frames, over an epoch while it trains, and in validation, by which a training accepts its epochs."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddnn.data.batches import EVAL_BATCH
-from ddnn.data.dataset import AcousticDataset, FrameSubset, labels_of
-from ddnn.data.index import MAX_SKIPPED_FRACTION
-from ddnn.data.loading import Corpus, DataConfig
-from ddnn.data.pipeline import open_data_dir
-from ddnn.data.source import check_not_swapped
-from ddnn.distributed.communicator import Communicator, SingleProcess
-from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, read_pdf_counts, transition_digest
+from ddnn.data.dataset import FrameSubset, labels_of
+from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, Figure, describe, texts
 from ddnn.nn.network import evaluation_workspace, tensor_like
 from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.nn.scorer import forward_batches
-from ddnn.runs.metrics import iterate_rows
-from ddnn.runs.rows import StartRow, no_better_than_baseline
-from ddnn.runs.run_dir import load_run
-from ddnn.runs.run_status import CV_UTTERANCES, METRICS, PDF_COUNTS, model_digest, run_dir_of
-from ddnn.training.data_identity import utterance_digest
-from ddnn.training.memory import frames_memory, require_host_memory
-from ddnn.util.errors import DataError, DivergedError, UserError
-from ddnn.util.progress import progress_bar
-from ddnn.util.system import choose_device
+from ddnn.util.errors import DataError, DivergedError
 from ddnn.util.text import definitions, printable
 
 log = logging.getLogger(__name__)
-
-FEWEST_FRAMES, MOST_FRAMES = 1_000, 100_000
-"""Fewer say nothing about the kind of features, more say no more."""
 
 
 @dataclass(frozen=True)
@@ -129,18 +111,22 @@ class FigureSums:
 
 class EpochFigures:
     """The figures of an epoch of training. Sums of the current interval are kept apart until it is averaged: what a worker
-    did that was excluded from the averaging counts nowhere. `excludes`: whether workers are excluded. Otherwise a loss
-    that is not finite ends the training."""
+    did that was excluded from the averaging counts nowhere. `excludes`: whether workers are excluded. Otherwise
+    `raise_if_diverged` is called with the figures of the interval from time to time."""
 
     CHECK_PERIOD = 500  # minibatches between two checks of a single worker's loss; a check waits for the device
 
     def __init__(
-        self, device: torch.device, figures: Sequence[Figure] = CrossEntropy.figures, *, excludes: bool
+        self,
+        device: torch.device,
+        figures: Sequence[Figure],
+        raise_if_diverged: Callable[[EvalResult], None],
+        *,
+        excludes: bool,
     ) -> None:
-        self.excludes = excludes
+        self.raise_if_diverged, self.excludes = raise_if_diverged, excludes
         self.committed, self.interval = FigureSums(device, figures), FigureSums(device, figures)
-        self.epoch, self.learning_rate, self._minibatches = 0, 0.0, 0  # of the epoch under way, for messages
-        self.hint = ""  # where it has diverged
+        self._minibatches = 0  # of the epoch under way
 
     def add(self, sums: Sequence[Tensor], frames: int) -> None:
         self.interval.add(sums, frames)
@@ -151,13 +137,18 @@ class EpochFigures:
     def check(self) -> None:
         """DivergedError where the loss is not finite and no other worker can make up for it."""
         if not self.excludes and self.interval.frames:
-            raise_if_diverged("training", self.interval.result(), self.epoch, self.learning_rate, self.hint)
+            self.raise_if_diverged(self.interval.result())
 
     def commit(self) -> None:
         """Counts the interval, unless it is to be excluded; waits for the device."""
         if not self.excludes or math.isfinite(self.interval.sums[0].item()):
             self.committed.add(self.interval.sums, self.interval.frames)
         self.interval.reset()
+
+    @property
+    def frames(self) -> int:
+        """Of this worker in the epoch under way."""
+        return self.committed.frames + self.interval.frames
 
     def so_far(self) -> str:
         """Of this worker, which is rank 0, in the epoch under way, for a person; waits for the device."""
@@ -187,7 +178,7 @@ class EpochFigures:
 
 
 def raise_if_diverged(split: str, result: EvalResult, epoch: int, learning_rate: float, hint: str) -> None:
-    if not math.isfinite(result.loss):
+    if result.figures and not math.isfinite(result.loss):
         where = f"after {result.frames} frames of epoch {epoch} at learning rate {learning_rate:g}"
         hint = f"lower schedule.initial_learning_rate and check the features for outliers; {hint}"
         raise DivergedError(f"the training diverged: the {split} loss is {result.loss} {where}", hint=hint)
@@ -236,10 +227,10 @@ def baseline_result(train: FrameSubset, cv: FrameSubset, num_pdfs: int, comm: Co
         for rows in torch.split(frames.indices, 1 << 20):  # all labels at once would take twice their memory
             of_set += torch.bincount(labels_of(frames.dataset, rows, counts.device), minlength=num_pdfs)
     comm.all_reduce(counts)
-    return _of_frequencies(train_counts, cv_counts)
+    return of_frequencies(train_counts, cv_counts)
 
 
-def _of_frequencies(train_counts: Tensor, cv_counts: Tensor) -> EvalResult:
+def of_frequencies(train_counts: Tensor, cv_counts: Tensor) -> EvalResult:
     """On frames of `cv_counts`, of a model that answers the relative frequencies of `train_counts`; float64 (pdfs,)."""
     priors = (train_counts + 0.5) / (train_counts.sum() + 0.5 * len(train_counts))
     frequencies, total = cv_counts / cv_counts.sum(), int(cv_counts.sum())
@@ -247,143 +238,40 @@ def _of_frequencies(train_counts: Tensor, cv_counts: Tensor) -> EvalResult:
     return EvalResult(figures, total)
 
 
-def evaluate_parts(
-    model: AcousticModel, corpus: AcousticDataset, by: Literal["speaker", "utterance"]
-) -> dict[str, EvalResult]:
-    """Results by the name of the speaker or utterance. DataError: the data dir has no utt2spk."""
-    names = corpus.utterances if by == "utterance" else corpus.speakers
-    if names is None:
-        raise DataError("utt2spk does not exist; it is needed for results by speaker", hint="use --by utterance")
-    members: dict[str, list[int]] = {}
-    for u, name in enumerate(names):
-        members.setdefault(name, []).append(u)
-    parts = ((name, evaluate(model, corpus.subset(utterances))) for name, utterances in members.items())
-    return {name: replace(result, precision=None) for name, result in parts}
+class Validation:
+    """No validation: every epoch is accepted and the last model is delivered, as in sequence training. For schedules whose
+    learning rates depend on the number of epochs alone. `baseline`: what a model that ignores its input reaches."""
+
+    baseline = no_result(())
+
+    def evaluate(self, model: AcousticModel) -> EvalResult:
+        """The figures by which `model` is accepted or rejected, equal on all workers; none without validation. Collective."""
+        return no_result(())
+
+    def is_better(self, result: EvalResult, initial: EvalResult) -> bool:
+        """Whether a training has improved on the `initial` network."""
+        return True
+
+    def learned_nothing(self, result: EvalResult) -> bool:
+        """Whether a model is no better, by any figure, than one that ignores its input. Of one pdf none can be better."""
+        reached = self.baseline.figures
+        no_better = [FIGURES[name].is_no_better(result.figures[name], value) for name, value in reached.items()]
+        return self.baseline.loss > 0.0 and all(no_better)
 
 
-def evaluate_run(
-    run_dir: Path, data: Path, alignments: Path, device: str = "auto", allow_pipes: bool = False,
-    by: Literal["speaker", "utterance"] | None = None, transforms: Path | None = None,
-) -> EvalResult:  # fmt: skip
-    """Loss and frame accuracy of a run's final model, or of a model file, on a data dir and its alignment, also `by` speaker or utterance.
-    `transforms`: the Kaldi dir of the data's, if the model was trained with such. DataError for damaged input, another
-    feature dimension or number of pdfs than the model's."""
-    on = choose_device(device)
-    model, digest = load_run(run_dir), model_digest(run_dir)
-    check_not_swapped(Corpus(data, alignments, ("--data", "--alignments")))
-    labels = read_alignments(alignments)
-    most = model.network.output_dim
-    # The pdfs of a final.mdl are all that its tree has; an archive of pdf-ids may lack the last ones.
-    if labels.num_pdfs > most or (alignments.is_dir() and labels.num_pdfs != most):
-        beyond = next((f"; utterance {u} has more" for u, ids in labels.pdfs.items() if (ids >= most).any()), "")
-        message = f"the alignment has {labels.num_pdfs} pdfs, the model {most}{beyond}"
-        hint = "use an alignment made with the same final.mdl as the training alignment"
-        raise DataError(message, location=alignments, hint=hint)
-    check_same_tree(transition_digest(alignments), model.transition_digest, alignments, f"the model of {run_dir}")
-    corpus = load_for_model(model, data, labels, allow_pipes=allow_pipes, transforms=transforms)
-    model, corpus = model.to(on), corpus.to(on)
-    parts = {} if by is None else evaluate_parts(model, corpus, by)
-    everything = corpus.subset(range(len(corpus.utterances)))
-    result = replace(
-        evaluate(model, everything), utterances=corpus.counts, parts=parts, model=digest, data=str(data),
-        alignments=str(alignments),
-    )  # fmt: skip
-    _warn_of_training_data(corpus, run_dir_of(run_dir), data)
-    found = torch.bincount(labels_of(corpus, everything.indices, torch.device("cpu")), minlength=most)
-    _warn_of_doubtful(result, found.double(), run_dir_of(run_dir), data, alignments)
-    return result
+@dataclass
+class CrossValidation(Validation):
+    """On `frames`, this worker's shard of the cross-validation set, in the arithmetic of the training."""
 
+    frames: FrameSubset
+    comm: Communicator
+    arithmetic: Float32
+    make_objective: MakeObjective = CrossEntropy
+    baseline: EvalResult = field(default_factory=lambda: no_result(()))
 
-def _warn_of_training_data(corpus: AcousticDataset, run_dir: Path, data: Path) -> None:
-    """By ids and lengths of the utterances, wherever they are stored: all of them, or those that were not held out."""
-    digests = {row.train_digest for row in iterate_rows(run_dir / METRICS) if isinstance(row, StartRow)}
-    held_out = set[str]()
-    with suppress(OSError, UnicodeDecodeError):
-        held_out = {*(run_dir / CV_UTTERANCES).read_text().split("\n")}
-    utterances = [(name, int(frames)) for name, frames in zip(corpus.utterances, corpus.num_frames, strict=True)]
-    trained = [pair for pair in utterances if pair[0] not in held_out]
-    if digests & {utterance_digest(utterances), utterance_digest(trained)}:
-        message = "%s: the network was trained on %d of these %d utterances: its figures on other data will be worse"
-        log.warning(message, data, len(trained), len(utterances))
+    def evaluate(self, model: AcousticModel) -> EvalResult:
+        return evaluate(model, self.frames, self.comm, self.arithmetic, self.make_objective)
 
-
-def _warn_of_other_features(model: AcousticModel, corpus: AcousticDataset, data: Path) -> None:
-    """Where the normalized input is not normalized: measured on two corpora of filter banks, 3 of 40 dims are so of the
-    other corpus, none of one's own test set. Of a frame itself, without its neighbors."""
-    transform = model.transform
-    rows = corpus.subset(range(len(corpus.utterances))).indices
-    if transform.shift is None or transform.scale is None or len(rows) < FEWEST_FRAMES:
-        return
-    frames = corpus.features[rows[:: -(-len(rows) // MOST_FRAMES)]].float()
-    center = min(range(len(transform.offsets)), key=lambda i: abs(transform.offsets[i]))
-    shift, scale = (v.view(len(transform.offsets), -1)[center].cpu() for v in (transform.shift, transform.scale))
-    mean, std = (frames.mean(dim=0).cpu() + shift) * scale, frames.std(dim=0).cpu() * scale.abs()
-    # A constant dim may have been constant in training.
-    unlike = (std > 0) & ((std < 0.5) | (std > 2.0) | (mean.abs() > 1.0))
-    if (count := int(unlike.sum())) >= max(2.0, len(unlike) / 20):
-        message = (
-            "%s: the features seem to be of another kind than those that the network was trained on: %d of %d dims "
-            "of the normalized input have a mean beyond 1 or a standard deviation outside 0.5 to 2 (dim %d: %.2f, %.2f)"
-        )
-        worst = int(unlike.nonzero()[0])
-        log.warning(message, data, count, len(unlike), worst, mean[worst], std[worst])
-
-
-def _warn_of_doubtful(result: EvalResult, counts: Tensor, run_dir: Path, data: Path, alignments: Path) -> None:
-    """Where so many utterances are missing that a training would refuse them, and where equal probabilities for all
-    pdfs, or the relative frequencies that they have in the run's training alignment, would do as well. `counts`: of the
-    evaluated labels, float64 (pdfs,)."""
-    total = sum(count for reason, count in result.utterances.items() if reason != "trimmed")
-    missing = total - result.utterances["used"]
-    if missing > MAX_SKIPPED_FRACTION * total:
-        message = (
-            "%s: the figures lack %d of %d utterances (%.1f %%): check that features and alignments belong together"
-        )
-        log.warning(message, data, missing, total, 100 * missing / total)
-    if (num_pdfs := len(counts)) > 1 and not result.loss < math.log(num_pdfs):
-        message = "%s: the loss of %.4f is not below that of equal probabilities for all %d pdfs, %.4f: the alignments "
-        message += "seem to be of another model, or the features of another kind"
-        log.warning(message, alignments, result.loss, num_pdfs, math.log(num_pdfs))
-    elif num_pdfs > 1 and result.figures[FRAME_ACCURACY.name] < 1:
-        trained = counts
-        with suppress(DataError):  # a model without its counts, such as an imported one: those of the evaluated labels
-            trained = torch.from_numpy(read_pdf_counts(run_dir / PDF_COUNTS))
-        best = _of_frequencies(trained if len(trained) == num_pdfs else counts, counts)
-        if problem := no_better_than_baseline(result.figures, best.figures, where=""):
-            log.warning("%s: %s: the alignments or features seem to be of another kind", alignments, problem)
-
-
-def load_for_model(
-    model: AcousticModel,
-    data: Path,
-    alignments: Alignments | None,
-    *,
-    allow_pipes: bool,
-    transforms: Path | None = None,
-) -> AcousticDataset:
-    """A data dir as `model` reads it: its CMVN, deltas, transforms (of this data, a Kaldi dir) and context. Utterances that cannot be used are skipped.
-    DataError for damaged input, features of other dims than the model's, or no utterance that can be used. UserError:
-    `transforms` given to a model without, or not to one that needs them."""
-    trained_with = model.features.transforms
-    if (transforms is None) != (trained_with is None):
-        needs = "no transforms" if trained_with is None else f"Kaldi's transforms ({trained_with.as_text()})"
-        hint = "leave out --transforms, or take the model that was trained with them"
-        if trained_with is not None:
-            hint = "give those of this data by --transforms, such as exp/tri4/decode_test"
-        raise UserError(f"the model was trained with {needs}", location="--transforms", hint=hint)
-    features, progress = replace(model.features, splice=model.transform.context), progress_bar("loading")
-    config = DataConfig(features, allow_pipes=allow_pipes, max_skipped_fraction=None, progress=progress)
-    corpus = load_data_dir(data, alignments, config, transforms)
-    model.check_features(corpus.dim, location=data)
-    _warn_of_other_features(model, corpus, data)
-    return corpus
-
-
-def load_data_dir(
-    data: Path, alignments: Alignments | None, config: DataConfig, transforms: Path | None = None
-) -> AcousticDataset:
-    """A whole data dir in host memory. DataError: as `open_data_dir`; not enough memory."""
-    source, comm = open_data_dir(data, alignments, config, transforms), SingleProcess()
-    utterances = range(len(source.index.entries))
-    require_host_memory(frames_memory(source, utterances), data, comm, level=logging.DEBUG)  # a process takes much more
-    return source.load(utterances, comm)
+    def is_better(self, result: EvalResult, initial: EvalResult) -> bool:
+        """By the loss; of one pdf it is 0."""
+        return result.loss < initial.loss or result.loss == 0.0

@@ -27,7 +27,6 @@ from ddnn.data.pipeline import (
 )
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.groups import Groups
-from ddnn.distributed.launcher import read_restart
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.distributed.transport import open_transport
 from ddnn.kaldi.alignments import kaldi_counts
@@ -40,23 +39,24 @@ from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.runs import run_status
 from ddnn.runs.checkpoint import CheckpointStore
 from ddnn.runs.metrics import read_metrics
-from ddnn.runs.rows import EndReason, EventRow, MetricsRow, StartRow
+from ddnn.runs.rows import EndReason, MetricsRow, StartRow
 from ddnn.runs.run_dir import RunDir, open_run_dir
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
 from ddnn.training import options
 from ddnn.training.data import load_data
 from ddnn.training.data_identity import DataIdentity, data_identity, split_digests
-from ddnn.training.evaluation import baseline_result
+from ddnn.training.evaluation import CrossValidation, baseline_result
 from ddnn.training.initial_model import (
     initial_model,
     with_initial_model,
 )
+from ddnn.training.loop import train
 from ddnn.training.network_layers import describe_parameters, frozen_layers
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
-from ddnn.training.resume import check_same_data, load_latest
+from ddnn.training.resume import check_same_data, load_latest, record_resume
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.step import EagerStep, make_step
-from ddnn.training.trainer import CHECKS, Trainer, train
+from ddnn.training.trainer import CHECKS, Trainer
 from ddnn.util.errors import DataError, DivergedError, RecipeError, UserError
 from ddnn.util.progress import only_first_worker_shows
 from ddnn.util.system import (
@@ -147,8 +147,7 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: C
     `run_training`."""
     options.check_pretrains(recipe)
     with open_job("pretraining", recipe, run_dir, device, comm or SingleProcess(), resume=True) as job:
-        if read_restart() is not None:
-            job.run.record(resume_event(None, job.run, job.groups.world))
+        record_resume(None, job.run, job.groups.world)
         if replicated_dbn(job, job.run) is None:
             train_dbn(job, job.run, job.groups)
         job.groups.world.barrier()
@@ -242,9 +241,8 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
             check_same_data(loaded.metadata.data, identity, recipe, loaded.location)
         model = loaded.model()
         model.check_features(data.dataset.dim, data.source.parts[0].corpus.data)
-        run.truncate_after(loaded.metadata.epoch)
-    if resume and (loaded is not None or read_restart() is not None):
-        run.record(resume_event(loaded, run, world))
+        run.truncate_after(loaded.metadata.epoch if loaded.metadata.started else -1)
+    record_resume(loaded, run, world)
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
     run.write_cv_utterances(data.cv_index().utterances)
     network = model.network.to(job.device).with_frozen(frozen_layers(recipe, model.network.layers))
@@ -252,7 +250,6 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)
     # Only now: a resume that is refused changes nothing.
     run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
-    trainer.baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, groups.data)
     run.record(start_row(trainer, data, describe_parameters(recipe, network.layers)))
     progress, epochs = trainer.progress, trainer.schedule.max_epochs
     run.set_status(
@@ -260,19 +257,6 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     )
     checkpoints.begin(trainer)
     return trainer
-
-
-def resume_event(loaded: LoadedCheckpoint | None, run: RunDir, world: Communicator) -> EventRow:
-    """From where this job resumes, and why, if the launcher has restarted it."""
-    epoch, minibatch = (0, 0) if loaded is None else (loaded.metadata.epoch, loaded.metadata.minibatch)
-    resumed = EventRow(event="resumed", epoch=epoch, minibatch=minibatch, world_size=world.world_size)
-    restart, died = read_restart(), run.previous
-    if restart is None:
-        return resumed
-    update = {"event": "restarted", "number": restart.number, "reason": restart.reason[:1000]}
-    if died is not None and died.phase == "training":
-        update |= {"died_epoch": died.epoch, "died_minibatch": died.minibatch}
-    return resumed.model_copy(update=update)
 
 
 def assemble_trainer(
@@ -301,12 +285,13 @@ def assemble_trainer(
     schedule = options.make_schedule(recipe.schedule)
     eager = EagerStep(workspace, optimizer, averager.average_gradient)
     scaled_lr = schedule.learning_rate * averager.lr_scale
+    baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, groups.data)
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
         schedule=schedule,
         batches=batches,
-        cv=data.cv,
+        validation=CrossValidation(data.cv, groups.data, arithmetic, baseline=baseline),
         minibatch_sizes=sizes,
         eager_step=eager,
         step=make_step(eager, batches.sample, scaled_lr, graphs=recipe.cuda_graphs == "auto"),
@@ -355,7 +340,7 @@ def start_row(trainer: Trainer, data: TrainingData, parameters: str) -> StartRow
         cv_frames=cv_frames,
         train_digest=train_digest,
         cv_digest=cv_digest,
-        baseline=dict(trainer.baseline.figures),
+        baseline=dict(trainer.validation.baseline.figures),
     )
 
 

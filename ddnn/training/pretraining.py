@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import AveragingOptions
-from ddnn.data.batches import Sampler, SequentialSampler, ShuffledSampler, make_batch_loader
+from ddnn.data.batches import Batch, Sampler, SequentialSampler, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import STATISTICS_UTTERANCES, FrameSubset
 from ddnn.data.pipeline import TrainingData
 from ddnn.distributed.communicator import Communicator
@@ -29,9 +29,11 @@ from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
 from ddnn.nn.elementwise import Dropout
+from ddnn.nn.figures import RECONSTRUCTION_ERROR
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, num_parameters
 from ddnn.nn.network import Network, Workspace
+from ddnn.nn.objective import Sums
 from ddnn.nn.rbm import Cd1Options, Rbm, cd1_step
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import (
@@ -46,7 +48,10 @@ from ddnn.recipe.schema import (
 from ddnn.runs.rows import PretrainRow, throughput
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import DBN, PRETRAIN
+from ddnn.training.combination import Combination
 from ddnn.training.data_identity import DataIdentity, data_identity
+from ddnn.training.evaluation import EpochFigures, EvalResult
+from ddnn.training.loop import train_epoch
 from ddnn.training.network_layers import network_layers
 from ddnn.training.normalization import input_transform
 from ddnn.training.options import model_features, require_minibatch
@@ -78,8 +83,7 @@ def epochs_for_rbm(config: PretrainConfig, index: int, frames: int, *, gauss: bo
 
 class RbmTrainer:
     """All parts of the training of RBM `index` (from 0) on this worker: on the outputs of the layers `below` it, or on the
-    features, untrained. `error`, `frames`: reconstruction error of the epoch under way on this worker, 0-dim float64, and its
-    frames. `total_error`, `total_frames`: of all finished epochs and workers. `mean_error`: per frame, of a
+    features, untrained. `total_error`, `total_frames`: of all finished epochs and workers. `mean_error`: per frame, of a
     reconstruction by the mean of the data."""
 
     def __init__(
@@ -93,6 +97,7 @@ class RbmTrainer:
     ) -> None:
         """Collective."""
         self.index, self.run, self.checkpoints, self.progress = index, checkpoints.run, checkpoints, TrainingProgress()
+        self.combination = Combination()  # the last epoch's RBM is the result
         self.data = DataIdentity(contents={}, features={})  # of what it is trained on
         config, device, comm = recipe.pretrain, frames.indices.device, groups.data
         seed = (recipe.seed * 1_000_003 + 7919 * (index + 1)) % 2**63
@@ -118,8 +123,9 @@ class RbmTrainer:
         self.averager = make_averager(averaging, groups, self.rbm, self.rbm)
         total_frames = int(sum(comm.all_gather_object(len(frames))))
         self.num_epochs = epochs_for_rbm(config, index, total_frames, gauss=gauss)
-        self.error = torch.zeros((), dtype=torch.float64, device=self.rbm.parameters.device)
-        self.frames, self.total_error, self.total_frames, self.epoch_seconds = 0, 0.0, 0, math.nan
+        excludes = self.averager.excludes
+        self.losses = EpochFigures(device, (RECONSTRUCTION_ERROR,), self.raise_if_diverged, excludes=excludes)
+        self.total_error, self.total_frames, self.epoch_seconds = 0.0, 0, math.nan
 
     @property
     def finished(self) -> bool:
@@ -129,51 +135,51 @@ class RbmTrainer:
     def may_be_longer(self) -> bool:
         return False
 
-    def step(self, visible: Tensor) -> None:
+    def train_minibatch(self, batch: Batch) -> Sums:
         """One minibatch of CD-1. Where other workers train on, a worker whose RBM is not finite waits for theirs."""
         try:
-            self.error += cd1_step(self.rbm, visible, self.options, self.generator)
+            return (cd1_step(self.rbm, batch.x, self.options, self.generator),)
         except DivergedError as error:
             if not self.averager.excludes:
                 raise DivergedError(error.message, hint=f"{error.hint}; {self.lower_rate()}") from error
             self.rbm.parameters.fill_(math.nan)
-        else:
-            self.frames += len(visible)
+            return (torch.full((), math.nan),)
+
+    def raise_if_diverged(self, result: EvalResult) -> None:
+        """DivergedError where the error of an epoch is not finite."""
+        if not math.isfinite(result.loss):
+            message = f"the pretraining diverged: {self.describe(result)} in epoch {self.progress.epoch + 1}"
+            raise DivergedError(message, hint=self.lower_rate())
+
+    def describe(self, result: EvalResult) -> str:
+        return f"the reconstruction error of RBM {self.index + 1} is {result.loss:.6g}"
 
     def end_epoch(self) -> None:
-        """Averages the RBM over the workers and records the epoch's reconstruction error."""
-        self.averager.end_epoch()
-        comm, progress = self.averager.groups.data, self.progress
-        counts = not self.averager.excludes or math.isfinite(self.error.item())
-        sums = torch.tensor([self.error.item(), self.frames] if counts else [0.0, 0], dtype=torch.float64)
-        error, frames = comm.all_gather(sums).sum(dim=0).tolist()
-        self.total_error, self.total_frames = self.total_error + error, self.total_frames + int(frames)
-        found = f"the reconstruction error of RBM {self.index + 1} is {error / max(frames, 1):.6g}"
-        if not (math.isfinite(self.total_error) and frames):
-            found = f"the pretraining diverged: {found} in epoch {progress.epoch + 1}"
-            raise DivergedError(found, hint=self.lower_rate())
+        """Records the epoch's reconstruction error, over all workers. Collective."""
+        progress, result = self.progress, self.losses.committed.result(self.averager.groups.data)
+        self.raise_if_diverged(result)
+        self.total_error += result.loss * result.frames
+        self.total_frames += result.frames
         self.epoch_seconds = progress.elapsed()
         row = PretrainRow(
             rbm=self.index + 1,
             epoch=progress.epoch + 1,
             num_epochs=self.num_epochs,
-            reconstruction_error=error / frames,
+            reconstruction_error=result.loss,
             mean_reconstruction_error=self.total_error / self.total_frames,
             data_mean_error=self.mean_error,
             guard_count=self.rbm.guard_count,
             seconds_left=self.seconds_left(progress.epoch + 1),
-            **throughput(int(frames), self.epoch_seconds),
+            **throughput(result.frames, self.epoch_seconds),
         )
         self.run.record(row)
-        self.error.zero_()
-        self.frames = 0
+        self.losses.reset()
         progress.end_epoch()
         self.run.set_status(epoch=progress.epoch, minibatch=0)
-        self.check_error(error / frames, found)
+        self.check_error(result)
 
-    def check_error(self, error: float, found: str) -> None:
-        """DivergedError where the epoch that has ended shows that the RBM diverged with finite numbers. `error`: per
-        frame; `found`: the same as a message.
+    def check_error(self, result: EvalResult) -> None:
+        """DivergedError where the `result` of the epoch that has ended shows that the RBM diverged with finite numbers.
 
         A reconstruction by the mean of the data, which ignores each frame, has half the sum of the variances of the
         visible units as its error, dim / 2 for normalized features. An RBM must be below it in the end: one that is
@@ -187,10 +193,10 @@ class RbmTrainer:
         Measured, the ratio to the error of the mean: sound RBMs of AN4 (512 to 2048 units) 0.27 to 0.90 in the first
         epoch; of 78 minibatches of synthetic speech (32 to 128 units) 0.51 to 0.93 in the first and 0.50 to 0.86 in
         the last; with learning rates 10 times too high 1.05 to 1.8, 100 times 2.5 to 3.7; dead RBMs 1.003 to 1.07."""
-        figures = f"{found} in epoch {self.progress.epoch}; the mean of the data alone gives {self.mean_error:.6g}"
-        if error > self.max_error:
+        figures = f"{self.describe(result)} in epoch {self.progress.epoch}; the mean of the data alone gives {self.mean_error:.6g}"
+        if result.loss > self.max_error:
             raise DivergedError(f"the pretraining diverged: {figures}", hint=self.lower_rate())
-        if not self.finished or error < LEARNED_RATIO * self.mean_error:
+        if not self.finished or result.loss < LEARNED_RATIO * self.mean_error:
             return
         longer = f"train it on more than {self.total_frames} frames (pretrain.epochs), or take less than "
         longer += f"{len(self.rbm.hidden_bias)} hidden units"
@@ -214,22 +220,17 @@ class RbmTrainer:
         return (self.num_epochs - epochs) * self.epoch_seconds
 
     def begin_epoch(self) -> None:
-        """Starts the next epoch, or continues the one in which a checkpoint was written."""
         self.progress.start_clock()
         if self.progress.num_minibatches is None:
             self.progress.num_minibatches = self.averager.begin_epoch(len(self.inputs))
 
-    def epoch_batches(self) -> Iterator[Tensor]:
-        """The minibatches of the epoch that are still to be trained on: (frames, visible) float32 each."""
-        progress, epoch = self.progress, self.progress.epoch + 1
-        batches = self.inputs.epoch(10_000 * (self.index + 1) + epoch, skip=progress.minibatch)
-        name, left = f"rbm {self.index + 1} epoch {epoch} of {self.num_epochs}", self.seconds_left(progress.epoch)
+    def epoch_batches(self) -> Iterator[Batch]:
+        """`Batch.x`: (frames, visible) float32."""
+        epoch = self.progress.epoch + 1
+        batches = self.inputs.epoch(10_000 * (self.index + 1) + epoch, skip=self.progress.minibatch)
+        name, left = f"rbm {self.index + 1} epoch {epoch} of {self.num_epochs}", self.seconds_left(epoch - 1)
         more = f", {duration(left)} left" if math.isfinite(left) else ""
-        return progress.remaining(batches, self.inputs.batch_size, self.run, name, self.error_so_far, more)
-
-    def error_so_far(self) -> str:
-        """Of this worker in the epoch under way, for a person; waits for the device."""
-        return f"reconstruction error {self.error.item() / max(self.frames, 1):.6g}"
+        return self.progress.remaining(batches, self.run, name, self.losses, more)
 
     @property
     def parts(self) -> dict[str, Stateful]:
@@ -237,7 +238,8 @@ class RbmTrainer:
         return {
             "rbm": self.rbm,
             "averager": self.averager,
-            "errors": self,
+            "losses": self.losses,
+            "totals": self,
             "progress": self.progress,
         }
 
@@ -250,31 +252,24 @@ class RbmTrainer:
         return {**place, "data": self.data.model_dump()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`generator`, its state, uint8; `sums` (4,) float64: error and frames of the epoch, and of all epochs before."""
-        sums = [self.error.item(), self.frames, self.total_error, self.total_frames]
-        return {"generator": self.generator.get_state(), "sums": torch.tensor(sums, dtype=torch.float64)}
+        """`generator`, its state, uint8; `totals` (2,) float64: error and frames of all finished epochs."""
+        totals = torch.tensor([self.total_error, self.total_frames], dtype=torch.float64)
+        return {"generator": self.generator.get_state(), "totals": totals}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state_dict`; KeyError, ValueError, TypeError or RuntimeError where it does not fit."""
         self.generator.set_state(state["generator"])
-        error, frames, self.total_error, total_frames = state["sums"].tolist()
-        self.error.fill_(error)
-        self.frames, self.total_frames = int(frames), int(total_frames)
+        self.total_error, total_frames = state["totals"].tolist()
+        self.total_frames = int(total_frames)
 
 
 def train_rbm(trainer: RbmTrainer) -> Rbm:
     """Trains one RBM for its epochs. All workers run it together, each on its shard. Raises as `pretrain_dbn`."""
-    t = trainer
-    while not t.finished:
-        t.begin_epoch()
-        for visible in t.epoch_batches():
-            t.step(visible)
-            t.progress.minibatch += 1
-            t.averager.after_minibatch(len(visible))  # averages the RBMs when an interval is complete
-            t.checkpoints.after_minibatch(t)
-        t.end_epoch()
-        t.checkpoints.after_epoch(t)
-    return t.rbm
+    while not trainer.finished:
+        train_epoch(trainer)
+        trainer.end_epoch()
+        trainer.checkpoints.after_epoch(trainer)
+    return trainer.rbm
 
 
 class HiddenRepresentation:
@@ -292,11 +287,11 @@ class HiddenRepresentation:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Tensor]:
-        """(frames, visible) float32 each, valid until the next."""
+    def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Batch]:
+        """Minibatches whose `x` are visible units, (frames, visible) float32, valid until the next."""
         for batch in self.loader.epoch(number, skip):
             self.comm.watchdog.heartbeat()
-            yield batch.x if self.workspace is None else self.workspace.of(len(batch.x)).forward()
+            yield batch if self.workspace is None else batch._replace(x=self.workspace.of(batch.num_frames).forward())
 
 
 def visible_statistics(below: AcousticModel, frames: FrameSubset, comm: Communicator) -> tuple[Tensor, float]:
@@ -311,7 +306,8 @@ def visible_statistics(below: AcousticModel, frames: FrameSubset, comm: Communic
     last = min(-(-STATISTICS_UTTERANCES // comm.world_size), len(dataset.utterances)) - 1
     end = int(dataset.offsets[last] + dataset.num_frames[last])
     chosen = FrameSubset(dataset, frames.indices[frames.indices < end])
-    for visible in HiddenRepresentation(below, chosen, SequentialSampler(chosen, FRAMES_PER_BLOCK), comm).epoch():
+    for batch in HiddenRepresentation(below, chosen, SequentialSampler(chosen, FRAMES_PER_BLOCK), comm).epoch():
+        visible = batch.x
         total += visible.sum(dim=0, dtype=torch.float64)
         squares += visible.square().sum(dtype=torch.float64)
     sums = torch.cat([total.cpu(), torch.tensor([squares.item(), len(chosen)], dtype=torch.float64)])

@@ -12,10 +12,14 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.launcher import read_restart
 from ddnn.recipe.schema import Recipe
 from ddnn.recipe.section import get_value
 from ddnn.recipe.source import first_error
 from ddnn.runs.checkpoint import CheckpointHandle, CheckpointStore
+from ddnn.runs.rows import EventRow
+from ddnn.runs.run_dir import RunDir
 from ddnn.training.data_identity import DataIdentity
 from ddnn.training.resume_rules import check_same_recipe
 from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint
@@ -46,17 +50,32 @@ def load_latest(store: CheckpointStore, recipe: Recipe) -> LoadedCheckpoint | No
             "frames are distributed again, so that of an epoch under way some are seen twice and some not at all",
             *(plural(handle.world_size, "worker"), world.world_size),
         )
-    return LoadedCheckpoint(
-        metadata, handle.global_state, _rank_state(handle, world.rank, bitwise), bitwise, handle.path
-    )
+    state = rank_state(handle, world.rank, metadata.started, bitwise)
+    return LoadedCheckpoint(metadata, handle.global_state, state, bitwise, handle.path)
 
 
-def _rank_state(handle: CheckpointHandle, rank: int, bitwise: bool) -> Mapping[str, Tensor]:
+def record_resume(loaded: LoadedCheckpoint | None, run: RunDir, world: Communicator) -> None:
+    """Records from where this job resumes, and why, if the launcher has restarted it; nothing where it begins."""
+    restart, died = read_restart(), run.previous
+    if loaded is None and restart is None:
+        return
+    epoch, minibatch = (0, 0) if loaded is None else (loaded.metadata.epoch, loaded.metadata.minibatch)
+    event = EventRow(event="resumed", epoch=epoch, minibatch=minibatch, world_size=world.world_size)
+    if restart is not None:
+        update = {"event": "restarted", "number": restart.number, "reason": restart.reason[:1000]}
+        if died is not None and died.phase == "training":
+            update |= {"died_epoch": died.epoch, "died_minibatch": died.minibatch}
+        event = event.model_copy(update=update)
+    run.record(event)
+
+
+def rank_state(handle: CheckpointHandle, rank: int, started: bool, bitwise: bool) -> Mapping[str, Tensor]:
+    """What a worker resumes from. In a warm-up, where training has not `started`, rank 0 has the model."""
     if bitwise:
         return handle.rank_state(rank)
     if rank == 0:
         try:
-            return merge_rank_states(handle.rank_state(other) for other in range(handle.world_size))
+            return merge_rank_states(handle.rank_state(n) for n in range(handle.world_size if started else 1))
         except (KeyError, RuntimeError) as error:
             message = f"the ranks of the checkpoint do not fit together: {error}"
             raise DataError(message, location=handle.path) from error

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ddnn.averaging.averager import Averager, Request
-from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
+from ddnn.data.batches import Batch
+from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
 from ddnn.nn.figures import check_known
 from ddnn.nn.network import tensor_like
@@ -26,20 +27,19 @@ from ddnn.runs.rows import Count
 from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import Combination
 from ddnn.training.data_identity import DataIdentity
+from ddnn.training.evaluation import EpochFigures
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.progress import frame_counter
 from ddnn.util.text import duration
 
 log = logging.getLogger(__name__)
 
-Minibatch = TypeVar("Minibatch")
-
 
 @dataclass
 class TrainingProgress:
     """Where a training, or that of an RBM, is within its epochs, on this worker."""
 
-    started: bool = False  # whether the initial network was evaluated
+    started: bool = False  # whether a warm-up has ended and the initial network was evaluated
     epoch: int = 0  # finished epochs
     minibatch: int = 0  # minibatches of the epoch under way that are done
     num_minibatches: int | None = None  # of that epoch; None between two epochs
@@ -54,35 +54,31 @@ class TrainingProgress:
         return self.seconds if self.num_minibatches is None else time.perf_counter() - self._clock_started
 
     def remaining(
-        self,
-        batches: Iterable[Minibatch],
-        size: int,
-        run: RunDir,
-        name: str,
-        figures: Callable[[], str],
-        more: str = "",
-    ) -> Iterator[Minibatch]:
-        """Those of `batches`, of `size` frames each, that the epoch `name` is still to be trained on. Shows how far it is:
-        with a progress bar, which says `more` too, and with lines of the log; both have the speed and the `figures` so
-        far, the bar the first of them."""
+        self, batches: Iterable[Batch], run: RunDir, name: str, losses: EpochFigures, more: str = ""
+    ) -> Iterator[Batch]:
+        """Those of `batches` that the epoch `name` is still to be trained on. Shows how far it is: with a progress bar, which
+        says `more` too, and with lines of the log; both have the speed and the figures so far, the bar the first."""
         total = self.num_minibatches or 0
 
         def speed() -> str:
-            return f"{self.minibatch * size / max(self.elapsed(), 1e-9):.0f} frames/s"
+            return f"{losses.frames / max(self.elapsed(), 1e-9):.0f} frames/s"
 
         def describe() -> str:
             done = self.minibatch
             left = duration(self.elapsed() * (total - done) / max(done, 1))
-            return f"{name}: {100 * done / total:.0f} % done, {speed()}, about {left} left, {figures()}"
+            return f"{name}: {100 * done / total:.0f} % done, {speed()}, about {left} left, {losses.so_far()}"
 
         def beside_bar() -> str:
-            return f"{speed()}, {figures().partition(',')[0]}"  # the loss alone, for 80 columns
+            return f"{speed()}, {losses.so_far().partition(',')[0]}"  # the first figure alone, for 80 columns
 
-        with frame_counter(name + more, total * size, done=self.minibatch * size, figures=beside_bar) as advance:
+        with frame_counter(name + more, total, self.minibatch, "minibatches", beside_bar) as advance:
             for batch in islice(batches, total - self.minibatch):
                 yield batch
-                advance(size)
+                advance(1)
                 run.set_progress(self.epoch, self.minibatch, describe)
+
+    def end_warmup(self) -> None:
+        self.minibatch, self.num_minibatches, self.seconds = 0, None, 0.0
 
     def end_epoch(self) -> None:
         self.epoch, self.minibatch, self.num_minibatches, self.seconds = self.epoch + 1, 0, None, 0.0
@@ -108,7 +104,6 @@ class TrainingProgress:
         self.seconds = float(tensor_like(torch.zeros((), dtype=torch.float64), state, "seconds"))
         if not 0.0 <= self.seconds <= 1e9:
             raise DataError(f"seconds: {self.seconds} found, expected those of an epoch")
-        self.started = True
 
 
 class Stateful(Protocol):
@@ -178,6 +173,10 @@ class Checkpointable(Protocol):
     def metadata(self) -> dict[str, Any]:
         """Plain values, the same on all ranks: where the training is, and what it is a training of. Collective."""
 
+
+class HasEpochs(Checkpointable, Protocol):
+    """What is saved between two epochs too."""
+
     @property
     def finished(self) -> bool:
         """No epoch follows."""
@@ -227,7 +226,7 @@ class CheckpointPolicy:
         if trainer.averager.requested:
             self._save(trainer)
 
-    def after_epoch(self, trainer: Checkpointable) -> None:
+    def after_epoch(self, trainer: HasEpochs) -> None:
         """Saves, unless nothing can follow; raises as `_save`. A training that has ended is not stopped any more."""
         if not trainer.finished:
             trainer.averager.sync_requests()
@@ -235,13 +234,6 @@ class CheckpointPolicy:
         elif trainer.may_be_longer:
             trainer.averager.requested = Request.NONE
             self._save(trainer)
-
-    def stop_if_asked(self, trainer: Checkpointable) -> None:
-        """Before the first epoch, where there is nothing to save: InterruptedBeforeTraining on all workers if they have
-        agreed to stop."""
-        if trainer.averager.requested is Request.STOP:
-            raise InterruptedBeforeTraining(self.shutdown.signal_name or "SIGTERM")
-        trainer.averager.requested = Request.NONE
 
     def _request(self) -> Request:
         if self.shutdown.signal_name is not None:
@@ -284,9 +276,10 @@ class CheckpointMetadata(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", protected_namespaces=())
 
+    started: bool  # False: within the warm-up
     epoch: Count  # epochs finished
-    minibatch: Count  # minibatches of the next one that rank 0 has trained on
-    epoch_fraction: Annotated[float, Field(ge=0.0, le=1.0)]  # of that epoch's minibatches, of all workers
+    minibatch: Count  # minibatches of the next one, or of the warm-up, that rank 0 has trained on
+    epoch_fraction: Annotated[float, Field(ge=0.0, le=1.0)]  # of these minibatches, of all workers
     schedule: dict[str, float | int | bool]  # its `state_dict`
     precision: Literal["float32", "bf16"]  # that the training chose
     model: dict[str, Any]  # `ddnn.nn.acoustic_model.model_config`
@@ -297,9 +290,13 @@ class CheckpointMetadata(BaseModel):
     kept: Figures
 
     def summary(self) -> str:
-        after = f"after epoch {self.epoch}"
-        percent = 100 * self.epoch_fraction
-        return f"{after}, {self.minibatch} minibatches ({percent:.0f} %) into the next" if self.minibatch else after
+        after, percent = (
+            f"after epoch {self.epoch}",
+            f"{self.minibatch} minibatches ({100 * self.epoch_fraction:.0f} %)",
+        )
+        if not self.started:
+            return f"{percent} into the warm-up"
+        return f"{after}, {percent} into the next" if self.minibatch else after
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The training loop: one function that reads like the paper, the same for one worker and for many."""
+"""The training of a network: all its parts, and what `ddnn.training.loop` asks of them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
 from typing import Any, Literal
 
 import torch
 
-from ddnn.averaging.averager import Averager, Request
+from ddnn.averaging.averager import Averager
 from ddnn.data.batches import Batch, BatchLoader
-from ddnn.data.dataset import FrameSubset
 from ddnn.distributed.groups import Groups
 from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
 from ddnn.nn.arithmetic import Float32, Precision
-from ddnn.nn.figures import FIGURES, describe
-from ddnn.nn.objective import CrossEntropy, MakeObjective
+from ddnn.nn.figures import describe
+from ddnn.nn.objective import CrossEntropy, MakeObjective, Sums
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.runs.checkpoint import unprefixed
@@ -30,7 +28,7 @@ from ddnn.training.data_identity import DataIdentity
 from ddnn.training.evaluation import (
     EpochFigures,
     EvalResult,
-    evaluate,
+    Validation,
     learning_rate_hint,
     no_result,
     raise_if_diverged,
@@ -54,7 +52,6 @@ CHECKS = (
     "lower schedule.initial_learning_rate if the loss rose, raise it if the loss hardly moved, and check that the "
     "alignments belong to the features"
 )
-WARMUP_EPOCH = 10**6  # the first epoch number of the warm-up's shuffles, which no epoch of training reaches
 
 
 @dataclass
@@ -66,30 +63,26 @@ class Trainer:
     optimizer: Sgd
     schedule: Schedule
     batches: BatchLoader  # this worker's shard of the training set
-    cv: FrameSubset  # this worker's shard of the cross-validation set
+    validation: Validation  # by which the schedule accepts or rejects an epoch
     minibatch_sizes: MinibatchSizes  # of this worker
     eager_step: EagerStep  # the training step as PyTorch runs it
     step: Step  # the same, or a faster form of it that was checked against it (a CUDA graph)
     averager: Averager  # averages the models of all workers
     checkpoints: CheckpointPolicy
     run: RunDir  # in which rank 0 records
-    make_objective: MakeObjective = CrossEntropy  # what is minimized, and measured in cross-validation
+    make_objective: MakeObjective = CrossEntropy  # what is minimized
     combination: Combination = field(default_factory=Combination)  # what the final model may be a mean of
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"  # on rank 0 alone, or averaged after each minibatch
     warmup_minibatches: int = 0
     recipe: str = ""  # resolved; with the next two, by which a resume recognizes the same training
     data: DataIdentity = field(default_factory=lambda: DataIdentity(contents={}, features={}))
     keeps_initial: bool = False  # the initial network was trained before: it is kept where no epoch is accepted
-    # What a model that ignores its input reaches in cross-validation.
-    baseline: EvalResult = field(default_factory=lambda: no_result(()))
 
     def __post_init__(self) -> None:
         parameters = self.model.network.parameters
         self.progress, self.best = TrainingProgress(), parameters.clone()
-        self.losses = EpochFigures(
-            parameters.device, self.eager_step.objective.figures, excludes=self.averager.excludes
-        )
-        self.losses.hint = self.hint
+        figures = self.eager_step.objective.figures
+        self.losses = EpochFigures(parameters.device, figures, self._check_training, excludes=self.averager.excludes)
         # In cross-validation: of the initial network, and of `best` with its epoch, 0 where none was accepted.
         self.initial = self.kept = no_result(self.losses.committed.names)
         self.kept_epoch = 0
@@ -129,16 +122,13 @@ class Trainer:
 
     @property
     def improved(self) -> bool:
-        """Whether the last model that was accepted is better than the initial network. Of one pdf the loss is 0."""
-        return self.kept.loss < self.initial.loss or self.kept.loss == 0.0
+        """Whether the last model that was accepted is better than the initial network."""
+        return self.validation.is_better(self.kept, self.initial)
 
     @property
     def learned_nothing(self) -> bool:
-        """Whether the model that is delivered is no better in cross-validation, by any figure, than one that ignores its
-        input. Of one pdf none can be better."""
-        reached, figures = self.baseline.figures, self.delivered.figures
-        no_better = [FIGURES[name].is_no_better(figures[name], value) for name, value in reached.items()]
-        return self.baseline.loss > 0.0 and all(no_better)
+        """Whether the model that is delivered is no better than one that ignores its input."""
+        return self.validation.learned_nothing(self.delivered)
 
     def end_row(self, reason: EndReason | None = None, detail: str = "") -> EndRow:
         """How this start of the training has ended; without a `reason` as the schedule says."""
@@ -156,47 +146,21 @@ class Trainer:
             kept=dict(self.kept.figures),
         )
 
-    def warm_up(self) -> None:
-        """Trains on the minibatches of `parallel.warmup` before the first epoch, and gives all workers one model.
-        InterruptedBeforeTraining on all of them: the training was asked to stop, and there is nothing to save yet."""
-        if self.warmup == "none":
-            return
-        self.initial = self.validate()
+    def begin_warmup(self) -> None:
+        """Validates the network before its warm-up, which must not hide that it got worse. Collective."""
+        self.initial = self.kept = self.delivered = self.validate()
         log.info("before the warm-up: %s", self.initial.as_text())
-        single, started = self.warmup == "single-worker", time.perf_counter()
-        step, averager, watchdog = self.eager_step, self.averager, self.groups.world.watchdog
-        learning_rate = self.schedule.learning_rate
-        lr_scale, optimizer_scale = averager.lr_scale, self.optimizer.included_lr_scale
-        figures = self.eager_step.objective.figures
-        losses = EpochFigures(self.model.network.parameters.device, figures, excludes=not single)
-        if single:  # the other workers take no part, not even where gradients are averaged
-            step, lr_scale = EagerStep(step.workspace, self.optimizer, make_objective=self.make_objective), 1.0
-            self.optimizer.included_lr_scale = 1.0
-        if single and self.groups.data.rank != 0:
-            watchdog.disable()  # it waits for as long as rank 0 trains
-        else:
-            batches = (batch for number in count() for batch in self.batches.epoch(WARMUP_EPOCH + number))
-            for batch in islice(batches, self.warmup_minibatches):
-                losses.add(step(batch, learning_rate * lr_scale), batch.num_frames)
-                watchdog.heartbeat()
-                if single:
-                    averager.requested = averager.local_request()
-                else:
-                    averager.average_now()
-                    losses.commit()
-                    averager.sync_requests()
-                if averager.requested is Request.STOP:
-                    break
-        losses.commit()
-        self.optimizer.included_lr_scale = optimizer_scale
-        averager.sync_requests()
-        self.checkpoints.stop_if_asked(self)
-        averager.broadcast()
-        watchdog.enable()
-        result = losses.committed.result(self.groups.data)
+
+    def end_warmup(self, lr_scale: float) -> None:
+        """Records the warm-up, whose learning rate was `lr_scale` times the schedule's. Collective. DivergedError: its loss
+        is not finite."""
+        result, learning_rate = self.losses.committed.result(self.groups.data), self.schedule.learning_rate
         raise_if_diverged("warm-up", result, 0, learning_rate, self.hint)
-        seconds = time.perf_counter() - started
+        seconds = self.progress.elapsed()
         self.run.record(WarmupRow(**self._figures(0, result, learning_rate, seconds, lr_scale)))
+        self.losses.reset()
+        self.progress.end_warmup()
+        self.checkpoints.begin(self)
 
     def start_schedule(self) -> None:
         """Evaluates the network that the first epoch starts from, which is epoch 0, and to which a rejected first epoch
@@ -208,22 +172,22 @@ class Trainer:
         if not self.initial.loss <= validation.loss:  # it is NaN without a warm-up
             self.initial = validation
         seconds = time.perf_counter() - self._validation_started
-        self.run.record(EpochRow(split="cv", **self._figures(0, validation, learning_rate, seconds)))
+        self._record_validation(0, validation, learning_rate, seconds)
         self.schedule.initialize(validation.figures)
         self.progress.started = True
 
-    def begin_epoch(self, learning_rate: float) -> None:
-        """Starts the next epoch, or continues the one in which a checkpoint was written."""
+    def begin_epoch(self) -> None:
         progress = self.progress
         progress.start_clock()
         self.resize_minibatches()
-        self.losses.epoch, self.losses.learning_rate = progress.epoch + 1, learning_rate
         if progress.num_minibatches is None:
             self.optimizer.clear_momentum()
             self.align_fisher_updates()
             remaining = len(self.batches) - progress.minibatch
             progress.num_minibatches = progress.minibatch + self.averager.begin_epoch(remaining)
-        details = progress.epoch + 1, progress.num_minibatches, self.minibatch_size, learning_rate
+            if progress.epoch == 0:
+                self.averager.log_averagings()
+        details = progress.epoch + 1, progress.num_minibatches, self.minibatch_size, self.schedule.learning_rate
         log.debug("epoch %d: %d minibatches of %d frames, schedule's learning rate %g", *details)
 
     def align_fisher_updates(self) -> None:
@@ -244,10 +208,17 @@ class Trainer:
         self.batches.sampler.batch_size = size
 
     def epoch_batches(self) -> Iterator[Batch]:
-        """The batches of the epoch that are still to be trained on; each is valid until the next."""
-        progress, epoch = self.progress, self.progress.epoch + 1
-        batches = self.batches.epoch(epoch, skip=progress.minibatch)
-        return progress.remaining(batches, self.minibatch_size, self.run, f"epoch {epoch}", self.losses.so_far)
+        epoch = self.progress.epoch + 1
+        batches = self.batches.epoch(epoch, skip=self.progress.minibatch)
+        return self.progress.remaining(batches, self.run, f"epoch {epoch}", self.losses)
+
+    def train_minibatch(self, batch: Batch) -> Sums:
+        return self.step(batch, self.schedule.learning_rate * self.averager.lr_scale)
+
+    def _check_training(self, result: EvalResult) -> None:
+        """DivergedError where the loss of the epoch under way, 0 in the warm-up, is not finite."""
+        epoch = self.progress.epoch + self.progress.started
+        raise_if_diverged("training", result, epoch, self.schedule.learning_rate, self.hint)
 
     def end_training(self, learning_rate: float) -> EvalResult:
         """Training loss and frame accuracy of the epoch, over all workers; records what each worker did."""
@@ -255,16 +226,15 @@ class Trainer:
         self.combination.end_epoch()
         for values in self.groups.world.all_gather_object(worker_row(epoch, self.averager).model_dump()):
             self.run.record(WorkerRow.model_validate(values))
-        self.losses.commit()
         training = self.losses.committed.result(self.groups.data)
         raise_if_diverged("training", training, epoch, learning_rate, self.hint)
         self._training_seconds = self.progress.elapsed()
         return training
 
     def validate(self) -> EvalResult:
-        """Cross-validation of the present model; the same result on every worker."""
+        """Validation of the present model; the same result on every worker."""
         self._validation_started = time.perf_counter()
-        return evaluate(self.model, self.cv, self.groups.data, self.arithmetic, self.make_objective)
+        return self.validation.evaluate(self.model)
 
     def keep_best(self, validation: EvalResult, learning_rate: float) -> None:
         """The epoch was accepted: its parameters are the best so far."""
@@ -291,8 +261,14 @@ class Trainer:
         epoch, seconds = self.progress.epoch + 1, time.perf_counter() - self._validation_started
         trained = self._figures(epoch, training, lr, self._training_seconds)
         self.run.record(EpochRow(split="train", accepted=accepted, **trained))
-        self.run.record(EpochRow(split="cv", accepted=accepted, **self._figures(epoch, validation, lr, seconds)))
+        self._record_validation(epoch, validation, lr, seconds, accepted)
         self.losses.reset()
+
+    def _record_validation(
+        self, epoch: int, result: EvalResult, lr: float, seconds: float, accepted: bool = True
+    ) -> None:
+        if result.figures:
+            self.run.record(EpochRow(split="cv", accepted=accepted, **self._figures(epoch, result, lr, seconds)))
 
     def _figures(
         self, epoch: int, result: EvalResult, lr: float, seconds: float, lr_scale: float | None = None
@@ -307,7 +283,7 @@ class Trainer:
     def finish(self) -> AcousticModel:
         """The model with the best parameters, or a combination that is no worse. DivergedError: its cross-validation loss
         is not below that of the initial network."""
-        kept, baseline = self.kept, self.baseline
+        kept, baseline = self.kept, self.validation.baseline
         if self.keeps_initial and not self.kept_epoch and kept.loss == self.initial.loss:
             self._warn(
                 f"no epoch was better in cross-validation than the initial network ({self.initial.loss:.6g}), which is "
@@ -378,9 +354,10 @@ class Trainer:
         places = self.groups.data.all_gather(torch.tensor([self.progress.minibatch, len(self.batches)]))
         done, total = places.sum(dim=0).tolist()
         return CheckpointMetadata(
+            started=self.progress.started,
             epoch=self.progress.epoch,
             minibatch=int(places[0, 0]),
-            epoch_fraction=done / max(total, 1),
+            epoch_fraction=min(1.0, done / max(total, 1)),
             schedule=self.schedule.state_dict(),
             precision=self.precision,
             model=model_config(self.model),
@@ -395,6 +372,7 @@ class Trainer:
         """Restores what `ddnn.training.state.capture` gave; DataError where it does not fit this training. Collective where
         not `bitwise`: all take the model of rank 0, and what belongs to one worker alone begins again."""
         metadata, parts, shared = loaded.metadata, self.parts, self.shared_parts
+        self.progress.started = metadata.started
         self.schedule.load_state_dict(metadata.schedule)
         self.initial, self.kept_epoch = EvalResult(metadata.initial, 0), metadata.kept_epoch
         self.kept = self.delivered = EvalResult(metadata.kept, 0)
@@ -408,7 +386,8 @@ class Trainer:
             self.optimizer.clear_momentum()  # it would not fit the mean model
             self.losses.commit()
             total = len(self.batches)
-            self.progress.minibatch = min(total, round(metadata.epoch_fraction * total))
+            done = min(total, round(metadata.epoch_fraction * total))
+            self.progress.minibatch = done if metadata.started else metadata.minibatch
             self.progress.num_minibatches = None
             self.averager.broadcast()
 
@@ -448,34 +427,3 @@ def worker_row(epoch: int, averager: Averager) -> WorkerRow:
 
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
-
-
-def train(trainer: Trainer) -> AcousticModel:
-    """Trains until the schedule ends; returns the model of the last accepted epoch. All workers run it together: each
-    trains on its shard, all evaluate and keep the same averaged model. DivergedError: the loss, or the model of every
-    worker, is not finite, or as of `Trainer.finish`. TrainingInterrupted: the training was asked to stop; a checkpoint
-    was written."""
-    t, progress = trainer, trainer.progress
-    if not progress.started:
-        t.warm_up()
-        t.start_schedule()
-    while not t.schedule.finished:
-        lr = t.schedule.learning_rate
-        t.begin_epoch(lr)
-        for batch in t.epoch_batches():
-            sums = t.step(batch, lr * t.averager.lr_scale)  # forward, objective, backward, precondition, update
-            t.losses.add(sums, batch.num_frames)
-            progress.minibatch += 1
-            if t.averager.after_minibatch(batch.num_frames):  # averages the models when an interval is complete
-                t.losses.commit()
-            t.combination.after_minibatch()
-            t.checkpoints.after_minibatch(t)  # saves if due; raises TrainingInterrupted after a signal
-        t.averager.end_epoch()  # from here every worker has the same model
-        training = t.end_training(lr)
-        validation = t.validate()
-        accepted = t.schedule.step(validation.figures)
-        t.keep_best(validation, lr) if accepted else t.revert_to_best()
-        t.record_epoch(training, validation, lr, accepted)
-        progress.end_epoch()
-        t.checkpoints.after_epoch(t)
-    return t.finish()

@@ -35,7 +35,7 @@ from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, from_nnet1, save_model
 from ddnn.nn.scorer import log_priors
 from ddnn.runs.run_dir import load_run
-from ddnn.training.evaluation import load_for_model
+from ddnn.training.model_evaluation import load_for_model
 from ddnn.util import pool
 from ddnn.util.errors import DataError, UserError
 

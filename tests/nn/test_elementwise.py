@@ -26,8 +26,8 @@ from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.runs.run_dir import load_run
 from ddnn.training import options
-from ddnn.training.evaluation import evaluate_run
 from ddnn.training.job import run_training
+from ddnn.training.model_evaluation import evaluate_run
 from ddnn.training.step import EagerStep
 from ddnn.util.errors import DataError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,8 +21,10 @@ from ddnn.nn.layers import Affine
 from ddnn.nn.network import Link, Network, Workspace, initialize
 from ddnn.optim.schedule import Exponential
 from ddnn.optim.sgd import Sgd
+from ddnn.training.evaluation import Validation
+from ddnn.training.loop import train
 from ddnn.training.step import EagerStep
-from ddnn.training.trainer import Trainer, train
+from ddnn.training.trainer import Trainer
 
 HIDDEN = 6
 
@@ -73,7 +74,7 @@ def trained(network: Network, links: list[Link]) -> list[dict[str, Tensor]]:
         optimizer=optimizer,
         schedule=Exponential(0.02, 3, 0.02),
         batches=make_batch_loader(frames, model.transform, sampler, out=workspace.x, mark=averager.timer.mark),
-        cv=toy_shard(50, 40),
+        validation=Validation(),
         minibatch_sizes=SIZES,
         eager_step=step,
         step=step,
@@ -81,9 +82,6 @@ def trained(network: Network, links: list[Link]) -> list[dict[str, Tensor]]:
         checkpoints=NoCheckpoints(),
         run=Recorder(),
     )
-    trainer.validate = lambda: validation  # type: ignore[method-assign]
-    validation = replace(trainer.initial, figures={"loss": 0.0, "frame_accuracy": 0.0})
-    trainer._validation_started = 0.0
     with closing(trainer.batches):
         train(trainer)
     return network.views

@@ -27,6 +27,7 @@ from ddnn.distributed.mpi import init_communicator
 from ddnn.nn.network import Workspace
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.recipe.schema import ParallelConfig
+from ddnn.training.loop import warm_up
 from ddnn.training.step import EagerStep
 from ddnn.training.trainer import Trainer
 
@@ -208,7 +209,7 @@ def warm_ups(comm: Communicator) -> dict[str, Any]:
     """A warm-up on one worker against the same by hand."""
     run = Recorder()
     trainer = toy_trainer(comm, make_parallel_config(warmup="single-worker", warmup_minibatches=25), run=run)
-    trainer.warm_up()
+    warm_up(trainer)
     found = trainer.model.network.parameters
     by_hand = toy_trainer(SingleProcess(), make_parallel_config())
     batches = (batch for number in range(2) for batch in by_hand.batches.epoch(10**6 + number))

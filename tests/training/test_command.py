@@ -28,8 +28,9 @@ from ddnn.recipe.load import load_recipe
 from ddnn.runs.metrics import read_metrics
 from ddnn.runs.rows import StartRow
 from ddnn.runs.run_dir import NullRunDir, RunDir, load_run
-from ddnn.training.evaluation import evaluate, evaluate_run
+from ddnn.training.evaluation import evaluate
 from ddnn.training.job import Job, assemble_trainer, initial_model, run_training
+from ddnn.training.model_evaluation import evaluate_run
 from ddnn.training.options import data_config
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.system import usable_cores
@@ -462,7 +463,7 @@ def test_the_bar_of_an_epoch_has_speed_and_loss(recipe: Path, tmp_path: Path, mo
         monkeypatch.setattr("ddnn.util.progress._terminal", terminal)
         train(recipe, tmp_path / "run")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", (tmp_path / "terminal").read_text())
-    loss = re.findall(r"epoch 1 .* 352/352 frames .* [0-9.e+]+ frames/s, loss ([0-9.]+)", shown)[-1]
+    loss = re.findall(r"epoch 1 .* 22/22 minibatches .* [0-9.e+]+ frames/s, loss ([0-9.]+)", shown)[-1]
     assert f"epoch  1 train  loss {loss} " in (tmp_path / "run/train.log").read_text()
 
 
@@ -497,7 +498,7 @@ def test_an_evaluation_of_training_data_and_of_features_of_another_kind(
     tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Both are warned of; the data by ids and lengths, wherever it is."""
-    monkeypatch.setattr("ddnn.training.evaluation.FEWEST_FRAMES", 100)
+    monkeypatch.setattr("ddnn.training.model_evaluation.FEWEST_FRAMES", 100)
     job = make_job(tmp_path / "job")
     assert run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu").exit_code == 0
     held_out = set((job.run / "cv_utterances").read_text().split())

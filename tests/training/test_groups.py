@@ -56,7 +56,7 @@ def test_two_data_groups_train_as_two_trainings(name: str, monkeypatch: pytest.M
         trainer = toy_trainer(
             groups, parallel, frames=frames, optimizer=optimizer, epochs=2, learning_rate=RATES[number]
         )
-        trainer.cv = toy_shard(50 + 10 * number + groups.data.rank, 40)
+        trainer.validation.frames = toy_shard(50 + 10 * number + groups.data.rank, 40)
         return with_combination(trainer, most=1)
 
     def together(world: Communicator) -> tuple[Tensor, Tensor, list[Any]]:

@@ -25,6 +25,7 @@ from ddnn.nn.network import Network
 from ddnn.nn.objective import Sums
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.recipe.schema import Recipe
+from ddnn.training.loop import warm_up
 from ddnn.training.options import minibatch_sizes
 
 UNLIKE, ALIKE = (7, 30, 53), (6, 6, 6)
@@ -231,7 +232,7 @@ def test_every_epoch_is_the_twins(name: str, monkeypatch: pytest.MonkeyPatch) ->
         frames = MINIBATCH * twin.minibatches[comm.rank]
         trainer = toy_trainer(comm, make_parallel_config(**keys), frames=frames, optimizer=optimizer)
         trainer.schedule = schedule = Scripted(trainer.model.network)
-        trainer.cv = toy_shard(50 + comm.rank, CV_FRAMES[comm.rank])
+        trainer.validation.frames = toy_shard(50 + comm.rank, CV_FRAMES[comm.rank])
         rows = train_to_end(trainer)
         return schedule.models, rows, trainer.model.network.parameters
 
@@ -264,7 +265,7 @@ def test_a_warm_up_by_all_reduce_is_one_worker_with_the_minibatches_of_all() -> 
 
     def work(comm: Communicator) -> Tensor:
         trainer = toy_trainer(comm, make_parallel_config(**keys), frames=MINIBATCH * (3 + comm.rank))
-        trainer.warm_up()
+        warm_up(trainer)
         return trainer.model.network.parameters
 
     twin = toy_model().network.parameters.double()

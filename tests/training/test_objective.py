@@ -13,7 +13,7 @@ from ddnn.distributed.communicator import SingleProcess
 from ddnn.nn.figures import FIGURES, Figure, describe
 from ddnn.nn.network import Workspace
 from ddnn.nn.objective import Objective, Sums
-from ddnn.training.evaluation import evaluate
+from ddnn.training.evaluation import Validation, evaluate
 
 DISTANCE = Figure("distance", "distance", "lower")
 WITHIN = Figure("within", "share within 1", "higher", percent=True)
@@ -52,6 +52,20 @@ def test_a_toy_objective_trains_through_the_unchanged_loop() -> None:
     assert trainer.kept.figures == after.figures
 
 
+def test_a_training_without_validation_accepts_every_epoch_and_delivers_the_last() -> None:
+    validated, alone = (toy_trainer(SingleProcess(), make_parallel_config(), epochs=4) for _ in range(2))
+    alone.validation = Validation()
+    train_to_end(validated)
+    rows = train_to_end(alone)
+    assert torch.equal(alone.best, validated.model.network.parameters) and alone.kept_epoch == 4
+    assert [(row["split"], row["epoch"], row["accepted"]) for row in rows if row["type"] == "epoch"] == [
+        ("train", epoch, True) for epoch in (1, 2, 3, 4)
+    ]
+    end = alone.end_row()
+    assert end.figures == {} and end.loss is None and end.summary == "epoch 4 (4 epochs done)"
+    assert not alone.learned_nothing
+
+
 def test_a_training_that_ends_before_its_first_evaluation_has_figures_that_are_not_known() -> None:
     trainer = toy_trainer(SingleProcess(), make_parallel_config())
     row = trainer.end_row("stopped", "on SIGTERM")
@@ -60,8 +74,8 @@ def test_a_training_that_ends_before_its_first_evaluation_has_figures_that_are_n
 
 def test_its_figures_are_means_over_all_frames() -> None:
     trainer = toy_trainer(SingleProcess(), make_parallel_config(), make_objective=SquaredError)
-    found = evaluate(trainer.model, trainer.cv, make_objective=SquaredError)
-    x, labels = trainer.cv.dataset.features, trainer.cv.dataset.labels.long()
+    found = evaluate(trainer.model, trainer.validation.frames, make_objective=SquaredError)
+    x, labels = trainer.validation.frames.dataset.features, trainer.validation.frames.dataset.labels.long()
     workspace = Workspace(trainer.model.network, len(labels))
     workspace.x.copy_(x)
     error = workspace.forward().double() - torch.nn.functional.one_hot(labels, 5)

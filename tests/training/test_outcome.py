@@ -33,8 +33,9 @@ from ddnn.runs.rows import no_better_than_baseline
 from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import BestEpoch, Combination
 from ddnn.training.evaluation import EvalResult, baseline_result, learning_rate_hint
+from ddnn.training.loop import train
 from ddnn.training.state import Checkpointable, CheckpointMetadata, LoadedCheckpoint, capture
-from ddnn.training.trainer import Trainer, train
+from ddnn.training.trainer import Trainer
 from ddnn.util.errors import DataError, DivergedError
 
 NUM_PDFS = 7
@@ -203,7 +204,7 @@ def test_a_network_no_better_than_the_relative_frequencies_is_a_warning_with_the
 ) -> None:
     """Of one pdf the loss is 0 with any network."""
     scripted = ScriptedTrainer(Exponential(max_epochs=1), [(2.0, 0.1), (1.2, 0.25)])
-    scripted.trainer.baseline = result(baseline, 0.2)
+    scripted.trainer.validation.baseline = result(baseline, 0.2)
     with caplog.at_level("WARNING", "ddnn"):
         scripted.train()
     assert (f"1.2 is not below that of the relative frequencies of the pdfs alone, {baseline}" in caplog.text) == warned
@@ -402,6 +403,6 @@ def test_labels_that_have_nothing_to_do_with_the_features_are_not_learned(tmp_pa
 )  # fmt: skip
 def test_nothing_was_learned_where_neither_figure_is_better(baseline: tuple[float, float], nothing: bool) -> None:
     scripted = ScriptedTrainer(Exponential(max_epochs=1), [(2.0, 0.1), (1.2, 0.25)])
-    scripted.trainer.baseline = result(*baseline)
+    scripted.trainer.validation.baseline = result(*baseline)
     scripted.train()
     assert scripted.trainer.learned_nothing == nothing

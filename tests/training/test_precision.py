@@ -130,6 +130,7 @@ def in_bf16(trainer: Trainer) -> Trainer:
     network = trainer.model.network
     workspace = Workspace(network, trainer.minibatch_sizes.end, make_arithmetic("bf16", CPU))
     trainer.eager_step = trainer.step = EagerStep(workspace, trainer.optimizer)
+    trainer.validation = replace(trainer.validation, arithmetic=workspace.arithmetic)
     return trainer
 
 
@@ -141,8 +142,8 @@ def test_a_training_and_all_that_it_compares_are_in_one_precision() -> None:
 
     def both() -> EvalResult:
         result = validate()
-        results.append((result.loss, evaluate(trainer.model, trainer.cv).loss))
-        assert result == evaluate(trainer.model, trainer.cv, None, trainer.arithmetic)
+        results.append((result.loss, evaluate(trainer.model, trainer.validation.frames).loss))
+        assert result == evaluate(trainer.model, trainer.validation.frames, None, trainer.arithmetic)
         return result
 
     trainer.validate = both  # type: ignore[method-assign]

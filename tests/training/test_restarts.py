@@ -81,6 +81,21 @@ def test_whoever_dies_wherever_the_bits_are_the_same(recipe: Path) -> None:
     assert not list((recipe.parent / "tmp").glob("ddnn*")), "nothing is left in the temporary folder"
 
 
+def test_a_death_after_the_warm_up_resumes_within_it(recipe: Path) -> None:
+    """The rows that followed the warm-up are written once."""
+    settings = ("parallel.warmup=all-reduce", "parallel.warmup_minibatches=12", "checkpoint.interval_minibatches=8")
+    results = []
+    for name, deaths in (("whole", ()), ("died", [(1, "minibatch", 14)])):
+        run = recipe.parent / f"warm-up {name}"
+        done = train(recipe, run, *deaths, settings=(*settings, "schedule.epochs=1"))
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        figures = [(row["type"], row["epoch"], row["loss"]) for row in rows if row["type"] in ("warmup", "epoch")]
+        results.append((figures, (run / "final.safetensors").read_bytes()))
+    assert results[0] == results[1] and [figure[0] for figure in results[0][0]] == ["warmup", *["epoch"] * 3]
+    assert "minibatches" in (run / "train.log").read_text() and "into the warm-up" in (run / "train.log").read_text()
+
+
 @pytest.fixture(scope="module")
 def undisturbed_parameters(recipe: Path) -> bytes:
     done = train(recipe, recipe.parent / "alone")

@@ -210,7 +210,7 @@ def test_a_resume_on_other_workers_finds_its_place_in_a_growing_minibatch(tmp_pa
     sizes = MinibatchSizes(8, 32, 2)
     stopped, resumed = (toy_trainer(SingleProcess(), make_parallel_config(), sizes=sizes) for _ in range(2))
     stopped.progress.epoch = 1
-    stopped.begin_epoch(0.01)
+    stopped.begin_epoch()
     stopped.progress.minibatch = 5
     metadata, shared, rank = capture(stopped)
     resumed.restore(LoadedCheckpoint(read_metadata(metadata, tmp_path), shared, rank, False, tmp_path))
@@ -224,7 +224,7 @@ def test_what_all_workers_share_in_a_checkpoint_is_equal_on_all(within: bool) ->
     def work(comm: Communicator) -> dict[str, Any]:
         trainer = toy_trainer(comm, make_parallel_config(averaging_period=3), frames=(20 + 4 * comm.rank) * MINIBATCH)
         if within:
-            trainer.begin_epoch(0.01)
+            trainer.begin_epoch()
             trainer.progress.minibatch = 5 + comm.rank
         metadata, shared, _ = capture(trainer)
         everyone = comm.all_gather_object([json.dumps(metadata), {name: v.tolist() for name, v in shared.items()}])

@@ -36,7 +36,8 @@ from ddnn.optim.schedule import MinibatchSizes, Newbob
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.runs.rows import MetricsRow, WorkerRow
 from ddnn.runs.run_dir import NullRunDir, RunDir
-from ddnn.training.evaluation import FigureSums, evaluate
+from ddnn.training.evaluation import CrossValidation, FigureSums, evaluate
+from ddnn.training.loop import train
 from ddnn.training.step import (
     VERIFIED,
     CudaGraph,
@@ -47,7 +48,7 @@ from ddnn.training.step import (
     needs_host_update,
     verified,
 )
-from ddnn.training.trainer import Trainer, train
+from ddnn.training.trainer import Trainer
 
 DIM, SPLICE, PDFS, MINIBATCH, RATE = 5, 2, 7, 16, 0.02
 CPU = torch.device("cpu")
@@ -464,7 +465,7 @@ def make_trainer(task: Task, run: RunDir) -> Trainer:
         optimizer=task.optimizer,
         schedule=Newbob(max_epochs=2),
         batches=make_batch_loader(task.train, task.model.transform, sampler, out=step.workspace.x, mark=mark),
-        cv=task.train,
+        validation=CrossValidation(task.train, averager.groups.data, step.workspace.arithmetic),
         minibatch_sizes=MinibatchSizes(MINIBATCH, MINIBATCH),
         eager_step=step,
         step=step,

@@ -15,8 +15,8 @@ from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.nn.layers import LAYERS, Affine
 from ddnn.recipe.load import load_recipe
 from ddnn.runs.run_dir import load_run
-from ddnn.training.evaluation import evaluate_run
 from ddnn.training.job import run_training
+from ddnn.training.model_evaluation import evaluate_run
 
 LAYERS_IN_RECIPE = """[
   stored: {kind: filters, size: 4, step: 4, filters: 5},

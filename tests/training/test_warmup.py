@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import threading
+import shutil
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from distributed.threads import run_workers
 from torch import Tensor
 from training.test_outcome import ScriptedTrainer
-from training.toy import MINIBATCH, NoCheckpoints, Recorder, toy_trainer
-from variants import make_parallel_config
+from training.toy import MINIBATCH, Recorder, toy_trainer, train_to_end
+from variants import make_optimizer_config, make_parallel_config
 
 from ddnn.averaging.averager import Request
 from ddnn.distributed.communicator import Communicator, NoWatchdog, SingleProcess
-from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining
+from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
 from ddnn.optim.schedule import Newbob, Schedule
 from ddnn.runs.checkpoint import CheckpointStore
 from ddnn.training.evaluation import EvalResult
-from ddnn.training.state import CheckpointPolicy
-from ddnn.training.trainer import Trainer, train
+from ddnn.training.loop import train, warm_up
+from ddnn.training.resume import rank_state
+from ddnn.training.state import Checkpointable, CheckpointMetadata, CheckpointPolicy, LoadedCheckpoint
+from ddnn.training.trainer import Trainer
 from ddnn.util.errors import DivergedError
 
 KINDS = ("single-worker", "all-reduce")
@@ -103,7 +107,7 @@ def test_a_warm_up_on_one_worker_is_recorded_with_the_learning_rate_of_one_worke
             parallel = make_parallel_config(warmup=kind, warmup_minibatches=3, scale_learning_rate=True)
             trainer = toy_trainer(comm, parallel, run=recorder)
             with closing(trainer.averager), closing(trainer.batches):
-                trainer.warm_up()
+                warm_up(trainer)
             (row,) = recorder.rows
             rates += [row["learning_rate"], row["schedule_learning_rate"]]
         return rates
@@ -114,86 +118,140 @@ def test_a_warm_up_on_one_worker_is_recorded_with_the_learning_rate_of_one_worke
 
 @dataclass
 class Watched(NoWatchdog):
-    """A watchdog that keeps what it is told."""
+    """A watchdog that counts the heartbeats, and notices when it is switched off."""
 
-    enabled: bool = True
-    told: list[tuple[str, bool]] = field(default_factory=list)
-
-    def enable(self) -> None:
-        self.enabled = True
+    heartbeats: int = 0
+    disabled: bool = False
 
     def disable(self) -> None:
-        self.enabled = False
-        self.told.append(("disabled", False))
+        self.disabled = True
 
     def heartbeat(self) -> None:
-        self.told.append(("heartbeat", self.enabled))
+        self.heartbeats += 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_watchdog_sees_progress_in_a_warm_up_and_expects_none_of_those_that_wait(kind: str) -> None:
-    def work(comm: Communicator) -> tuple[list[tuple[str, bool]], bool]:
-        parallel = make_parallel_config(warmup=kind, warmup_minibatches=25)
-        trainer = toy_trainer(comm, parallel)
+def test_the_watchdog_sees_progress_of_all_workers_in_a_warm_up(kind: str) -> None:
+    """Also of those that wait for rank 0: they wait for one averaging period at most."""
+
+    def work(comm: Communicator) -> tuple[int, bool]:
+        trainer = toy_trainer(comm, make_parallel_config(warmup=kind, warmup_minibatches=25))
         trainer.validate = lambda: EvalResult({"loss": 2.0, "frame_accuracy": 0.1}, 40)  # type: ignore[method-assign]
         comm.watchdog = watchdog = Watched()
         with closing(trainer.averager), closing(trainer.batches):
-            trainer.warm_up()
-        return watchdog.told, watchdog.enabled
+            warm_up(trainer)
+        return watchdog.heartbeats, watchdog.disabled
 
-    (busy, enabled), (other, enabled_too) = run_workers(2, work)
-    assert enabled and enabled_too
-    assert busy == [("heartbeat", True)] * 25
-    assert other == ([("disabled", False)] if kind == "single-worker" else busy)
+    assert run_workers(2, work) == [(25, False)] * 2
 
 
-class StopAfter(NoCheckpoints):
-    """Worker `rank` is asked to stop by a signal in its warm-up; the policy itself decides what follows."""
+class StopAfter(CheckpointPolicy):
+    """Worker `rank` is asked to stop by a signal in the fifth minibatch that it counts."""
 
-    stop_if_asked = CheckpointPolicy.stop_if_asked
+    def __init__(self, directory: Path, comm: Communicator, rank: int | None) -> None:
+        super().__init__(CheckpointStore(directory, 2, comm), GracefulShutdown(), Recorder(), 1e6)
+        self.rank, self.calls = rank, 0
 
-    def __init__(self, comm: Communicator, rank: int) -> None:
-        self.comm, self.rank, self.shutdown, self.asked = comm, rank, GracefulShutdown(), threading.Event()
-        self.calls = 0
-
-    def request(self) -> Request:
+    def _request(self) -> Request:
         self.calls += 1
         if self.comm.rank == self.rank and self.calls == 5:
             self.shutdown.signal_name = "SIGUSR1"
-        return Request.NONE if self.shutdown.signal_name is None else Request.STOP
+        return super()._request()
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("single-worker", 0), ("all-reduce", 0), ("all-reduce", 1)])
-def test_a_signal_ends_a_warm_up_on_all_workers_within_a_minibatch(kind: str, rank: int) -> None:
-    def work(comm: Communicator) -> tuple[str, int]:
-        parallel = make_parallel_config(warmup=kind, warmup_minibatches=1000)
-        trainer = toy_trainer(comm, parallel)
-        trainer.checkpoints = policy = StopAfter(comm, rank)
-        trainer.averager.local_request = policy.request
-        with closing(trainer.averager), closing(trainer.batches), pytest.raises(InterruptedBeforeTraining) as caught:
-            train(trainer)
-        return caught.value.signal_name, policy.calls
+@pytest.mark.parametrize("optimizer", ["sgd", "ng-sgd"])
+@pytest.mark.parametrize(
+    ("kind", "strategy", "rank"),
+    [
+        ("single-worker", "all-reduce", 0),
+        ("single-worker", "gradient-all-reduce", 1),
+        ("all-reduce", "butterfly", 0),
+        ("all-reduce", "all-reduce", 1),
+        ("all-reduce", "gradient-all-reduce", 1),
+    ],
+)
+def test_a_warm_up_that_was_stopped_resumes_to_the_same_bits(
+    kind: str, strategy: str, rank: int, optimizer: str, tmp_path: Path
+) -> None:
+    """A signal to any worker, also to one that waits, ends it on all with a checkpoint."""
 
-    names, calls = zip(*run_workers(2, work), strict=True)
-    assert calls[rank] == 6  # once a minibatch, and once before it ends
-    assert names[rank] == "SIGUSR1" and names[1 - rank] == "SIGTERM"
+    def work(comm: Communicator) -> list[tuple[Tensor, list[dict[str, Any]]]]:
+        parallel = make_parallel_config(strategy, averaging_period=2, warmup=kind, warmup_minibatches=50)
+        results = []
+        for stops in (None, rank, None):
+            policy, recorder = StopAfter(tmp_path / "checkpoints", comm, stops), Recorder()
+            trainer = toy_trainer(
+                comm, parallel, epochs=2, optimizer=make_optimizer_config(optimizer), run=recorder, checkpoints=policy,
+                frames=(14 + 6 * comm.rank) * MINIBATCH,
+            )  # fmt: skip
+            if stops is None and results:
+                handle = policy.store.latest()
+                assert handle is not None
+                metadata = CheckpointMetadata.model_validate(handle.metadata)
+                assert not metadata.started and metadata.epoch == 0 and 5 <= metadata.minibatch <= 10
+                assert "into the warm-up" in metadata.summary()
+                state = handle.global_state, handle.rank_state(comm.rank)
+                trainer.restore(LoadedCheckpoint(metadata, *state, True, handle.path))
+            if stops is None:
+                train_to_end(trainer)
+                results.append((trainer.model.network.parameters, recorder.rows))
+                shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+            else:
+                with pytest.raises(TrainingInterrupted):
+                    train_to_end(trainer)
+            comm.barrier()
+        return results
+
+    for (whole, rows), (resumed, rows_again) in run_workers(2, work):
+        assert torch.equal(whole, resumed)
+        figures = [[(row["type"], row["loss"]) for row in part if "loss" in row] for part in (rows, rows_again)]
+        assert figures[0] == figures[1] and figures[0][0][0] == "warmup"
 
 
-def test_a_checkpoint_that_is_due_does_not_end_a_warm_up() -> None:
-    scripted = warmed_up([2.0, 1.5, 1.4], schedule=Newbob(max_epochs=1))
-    trainer = scripted.trainer
-    shutdown = GracefulShutdown()
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_workers_continue_a_warm_up_from_the_model_of_rank_0(kind: str, tmp_path: Path) -> None:
+    parallel = make_parallel_config(averaging_period=2, warmup=kind, warmup_minibatches=20)
 
-    class Due(NoCheckpoints):
-        stop_if_asked = CheckpointPolicy.stop_if_asked
+    def stop(comm: Communicator) -> None:
+        policy = StopAfter(tmp_path, comm, 0)
+        with pytest.raises(TrainingInterrupted):
+            train_to_end(toy_trainer(comm, parallel, checkpoints=policy))
 
-        def __init__(self) -> None:
-            self.shutdown = shutdown
+    run_workers(2, stop)
 
-    trainer.checkpoints = Due()
-    trainer.averager.local_request = lambda: Request.CHECKPOINT
-    scripted.train()
-    assert trainer.kept_epoch == 1
+    def work(comm: Communicator) -> list[str]:
+        recorder = Recorder()
+        trainer = toy_trainer(comm, parallel, run=recorder, checkpoints=(policy := StopAfter(tmp_path, comm, None)))
+        handle = policy.store.latest()
+        assert handle is not None
+        metadata = CheckpointMetadata.model_validate(handle.metadata)
+        state = rank_state(handle, comm.rank, started=False, bitwise=False)
+        trainer.restore(LoadedCheckpoint(metadata, handle.global_state, state, False, handle.path))
+        assert trainer.progress.minibatch == metadata.minibatch >= 5
+        assert torch.equal(trainer.model.network.parameters, handle.rank_state(0)["network.parameters"])
+        train_to_end(trainer)
+        return [row["type"] for row in recorder.rows]
+
+    for types in run_workers(3, work):
+        assert types.count("warmup") == 1 and types.count("epoch") == 7
+
+
+def test_a_checkpoint_interval_begins_anew_after_a_warm_up(tmp_path: Path) -> None:
+    def work(comm: Communicator) -> list[int]:
+        parallel = make_parallel_config(averaging_period=3, warmup="all-reduce", warmup_minibatches=8)
+        policy = CheckpointPolicy(CheckpointStore(tmp_path, 2, comm), GracefulShutdown(), Recorder(), 1e6, 6)
+        trainer = toy_trainer(comm, parallel, epochs=1, checkpoints=policy)
+        saved, save = list[int](), policy._save
+
+        def noting(training: Checkpointable) -> None:
+            saved.append(training.progress.minibatch)
+            save(training)
+
+        policy._save = noting  # type: ignore[method-assign]
+        train_to_end(trainer)
+        return saved
+
+    assert run_workers(2, work) == [[6, 6, 12, 18, 0]] * 2
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -27,10 +27,12 @@ from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
 from ddnn.runs.rows import MetricsRow
 from ddnn.runs.run_dir import NullRunDir
 from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
+from ddnn.training.evaluation import CrossValidation
+from ddnn.training.loop import train
 from ddnn.training.options import averaging_options, optimizer_options
 from ddnn.training.state import Checkpointable, CheckpointPolicy
 from ddnn.training.step import EagerStep
-from ddnn.training.trainer import Trainer, train
+from ddnn.training.trainer import Trainer
 
 DIM, PDFS, MINIBATCH = 6, 5, 16
 SIZES = MinibatchSizes(MINIBATCH, MINIBATCH)
@@ -110,7 +112,9 @@ def toy_trainer(
         optimizer=sgd,
         schedule=Exponential(learning_rate, epochs, learning_rate),
         batches=make_batch_loader(train_frames, model.transform, sampler, out=workspace.x, mark=averager.timer.mark),
-        cv=toy_shard(50 + groups.data.rank, 40),
+        validation=CrossValidation(
+            toy_shard(50 + groups.data.rank, 40), groups.data, workspace.arithmetic, make_objective
+        ),
         make_objective=make_objective,
         minibatch_sizes=sizes,
         eager_step=step,

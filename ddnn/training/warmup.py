@@ -1,0 +1,85 @@
+"""The warm-up before the first epoch (`parallel.warmup`): minibatches that only settle the network, so that workers which
+start from random parameters do not move apart before their first averaging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain, count, repeat
+from typing import Any
+
+import torch
+
+from ddnn.averaging.averager import make_warmup_averager
+from ddnn.data.batches import Batch
+from ddnn.nn.objective import Sums
+from ddnn.training.combination import Combination
+from ddnn.training.state import Stateful
+from ddnn.training.step import EagerStep
+from ddnn.training.trainer import Trainer
+
+WARMUP_EPOCH = 10**6  # the first epoch number of the warm-up's shuffles, which no epoch of training reaches
+
+
+class WarmUp:
+    """The warm-up of `trainer`, for the training loop. `all-reduce`: the models are averaged after each minibatch.
+    `single-worker`: rank 0 trains alone; the other workers count as many minibatches without frames, and hear of
+    checkpoints and signals after each averaging period. Checkpoints are those of the trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Collective."""
+        t = self.trainer = trainer
+        self.progress, self.losses, self.checkpoints = t.progress, t.losses, t.checkpoints
+        self.combination = Combination()  # no mean begins before the first epoch
+        single = t.warmup == "single-worker"
+        self.averager = make_warmup_averager(t.averager, single=single)
+        self.losses.excludes = self.averager.excludes
+        self.waits = single and t.groups.data.rank != 0
+        self.step = EagerStep(t.eager_step.workspace, t.optimizer, self.averager.average_gradient, t.make_objective)
+        self.learning_rate = t.schedule.learning_rate * self.averager.lr_scale
+        self.included_lr_scale = t.optimizer.included_lr_scale
+        if single:
+            t.optimizer.included_lr_scale = 1.0
+
+    def begin_epoch(self) -> None:
+        t, progress = self.trainer, self.progress
+        if not progress.minibatch:
+            t.begin_warmup()
+        progress.start_clock()
+        progress.num_minibatches = progress.minibatch + self.averager.begin_epoch(
+            t.warmup_minibatches - progress.minibatch
+        )
+
+    def epoch_batches(self) -> Iterator[Batch]:
+        return self.progress.remaining(self._batches(), self.trainer.run, "warm-up", self.losses)
+
+    def _batches(self) -> Iterator[Batch]:
+        """All that are still to be trained on, and more."""
+        if self.waits:
+            return repeat(Batch(torch.empty(0), torch.empty(0)))
+        batches = self.trainer.batches
+        first, skip = divmod(self.progress.minibatch, len(batches))
+        later = (batches.epoch(WARMUP_EPOCH + number) for number in count(first + 1))
+        return chain(batches.epoch(WARMUP_EPOCH + first, skip), chain.from_iterable(later))
+
+    def train_minibatch(self, batch: Batch) -> Sums:
+        if self.waits:
+            return tuple(torch.zeros(()) for _ in self.losses.committed.names)
+        return self.step(batch, self.learning_rate)
+
+    def finish(self) -> None:
+        """Gives all workers one model and records what the warm-up did. Collective. DivergedError: the loss is not finite."""
+        t = self.trainer
+        t.optimizer.included_lr_scale, self.losses.excludes = self.included_lr_scale, t.averager.excludes
+        t.averager.broadcast()
+        t.end_warmup(self.averager.lr_scale)
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        return self.trainer.parts
+
+    @property
+    def shared_parts(self) -> Mapping[str, Stateful]:
+        return self.trainer.shared_parts
+
+    def metadata(self) -> dict[str, Any]:
+        return self.trainer.metadata()
