@@ -34,9 +34,10 @@ from ddnn.bench import step as bench_step
 from ddnn.bench.step import OPTIMIZERS, machine_facts, seconds_per_call
 from ddnn.bench.task import RandomTask, Shape, endless, random_task
 from ddnn.distributed.mpirun import find_mpirun
-from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, supports_float32_output
+from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
 from ddnn.nn.network import Workspace
 from ddnn.nn.precision import allow_tf32
+from ddnn.nn.products import supports_float32_output
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.optim.sgd import Sgd
 from ddnn.training.evaluation import FigureSums

@@ -28,7 +28,7 @@ TOKENS = {
     "distributed": 9_750,
     "inspection": 6_500,
     "kaldi": 20_500,
-    "nn": 26_800,
+    "nn": 26_700,
     "optim": 7_410,
     "recipe": 12_100,
     "report": 12_600,

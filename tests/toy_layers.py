@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddnn.nn.arithmetic import Float32
-from ddnn.nn.layer import Gemm, Layer, Parameter, Params, Shape, Views
+from ddnn.nn.layer import Gemm, Layer, LayerCall, Parameter, Shape, Views
 
 
 @dataclass(frozen=True)
@@ -50,24 +49,21 @@ class Filters(Layer):
     def saved(self) -> Mapping[str, Shape]:
         return {"patches": (self.patches, self.size)}
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        patches = saved["patches"].copy_(x.unfold(1, self.size, self.step)).view(-1, self.size)
-        weight, bias, bias32 = p.values["weight"], p.values["bias"], p.float32["bias"]
-        a.affine(patches, weight, bias, bias32, self.activation, y.view(-1, self.filters))
+    def forward(self, call: LayerCall) -> None:
+        patches = call.saved["patches"].copy_(call.x.unfold(1, self.size, self.step)).view(-1, self.size)
+        call.a.affine(patches, *call.p.affine, self.activation, call.y.view(-1, self.filters))
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        a.activation_backward_(self.activation, grad, y)
-        if grad_x is None:
+    def backward(self, call: LayerCall) -> None:
+        call.a.activation_backward_(self.activation, call.grad, call.y)
+        if call.grad_x is None:
             return
-        grad_x.zero_()
-        for patch, d in enumerate(grad.view(-1, self.patches, self.filters).unbind(1)):
+        call.grad_x.zero_()
+        for patch, d in enumerate(call.grad.view(-1, self.patches, self.filters).unbind(1)):
             first = patch * self.step
-            grad_x[:, first : first + self.size] += d @ p.values["weight"]
+            call.grad_x[:, first : first + self.size] += d @ call.p.values["weight"]
 
-    def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
-        return saved["patches"].view(-1, self.size), grad.view(-1, self.filters)
+    def statistics(self, call: LayerCall) -> tuple[Tensor, Tensor]:
+        return call.saved["patches"].view(-1, self.size), call.grad.view(-1, self.filters)
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         p["weight"].copy_(torch.randn(p["weight"].shape, generator=generator) / self.size**0.5)
@@ -95,20 +91,18 @@ class Gain(Layer):
     def parameters(self) -> Mapping[str, Parameter]:
         return {"gain": Parameter((self.width,), learn_rate_coef=0.5)}
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        torch.mul(x, p.values["gain"], out=y)
+    def forward(self, call: LayerCall) -> None:
+        torch.mul(call.x, call.p.values["gain"], out=call.y)
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        if grad_x is not None:
-            torch.mul(grad, p.values["gain"], out=grad_x)
+    def backward(self, call: LayerCall) -> None:
+        if call.grad_x is not None:
+            torch.mul(call.grad, call.p.values["gain"], out=call.grad_x)
 
-    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
-        a.column_sums(grad * x, out["gain"])
+    def gradient(self, call: LayerCall, out: Views) -> None:
+        call.a.column_sums(call.grad * call.x, out["gain"])
 
-    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
-        return torch.linalg.vector_norm((grad * x).float(), dim=1)
+    def gradient_norms(self, call: LayerCall) -> Tensor:
+        return torch.linalg.vector_norm((call.grad * call.x).float(), dim=1)
 
     def after_update(self, p: Views) -> bool:
         above = bool((p["gain"] > self.largest).any())
@@ -136,16 +130,14 @@ class Pool(Layer):
     def out_shape(self) -> Shape:
         return (self.positions // 2, self.channels)
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        pairs = x.view(len(x), self.positions // 2, 2, self.channels)
-        torch.mean(pairs, 2, out=y.view(len(x), *self.out_shape))
+    def forward(self, call: LayerCall) -> None:
+        pairs = call.x.view(-1, self.positions // 2, 2, self.channels)
+        torch.mean(pairs, 2, out=call.y.view(-1, *self.out_shape))
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        if grad_x is not None:
-            pairs = grad_x.view(len(x), self.positions // 2, 2, self.channels)
-            pairs.copy_(grad.view(len(x), *self.out_shape)[:, :, None].expand_as(pairs)).mul_(0.5)
+    def backward(self, call: LayerCall) -> None:
+        if call.grad_x is not None:
+            pairs = call.grad_x.view(-1, self.positions // 2, 2, self.channels)
+            pairs.copy_(call.grad.view(-1, *self.out_shape)[:, :, None].expand_as(pairs)).mul_(0.5)
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         assert not p

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.bench.task import NETWORKS, RandomTask, endless, random_task
-from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
+from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
 from ddnn.nn.layers import training_flop_per_frame
 from ddnn.nn.network import Workspace
 from ddnn.nn.objective import CrossEntropy
 from ddnn.nn.precision import choose_arithmetic
+from ddnn.nn.products import matmul_out
 from ddnn.optim.natural_gradient import SETTLED
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
@@ -254,11 +255,11 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
             network.parameters_changed()
         objective(workspace.forward(), batch, workspace.derivative)
         workspace.backward()
-        for _ in optimizer.fill_gradient(workspace, TINY_LR, gradients):
-            pass
+        for i in optimizer.trainable:
+            optimizer.fill_gradient(i, workspace, gradients[i])
 
     def update() -> None:
-        for i in range(len(network.layers)):
+        for i in optimizer.trainable:
             if by_layer:
                 optimizer.update_layer(i, workspace, TINY_LR)
             else:

@@ -9,17 +9,15 @@ compiled: biases before a sigmoid are then added in float32 to the rounded produ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
 from ddnn.nn.kernels import Kernels, load_library
 from ddnn.nn.loss import SoftmaxCrossEntropy, SoftmaxCrossEntropyBFloat16
-from ddnn.nn.processor import Processor, onednn_isa_limit, processor
+from ddnn.nn.products import affine_out, matmul_out, supports_float32_output
 
 aten = torch.ops.aten
 Precision = Literal["float32", "bf16"]
@@ -32,83 +30,13 @@ CUDA_PAD_TO = 64
 """Of the outputs in bf16 on a GPU, whose library wants rows to start at multiples of 16 bytes, which those of 8806 do
 not, and likes 128. Not yet seen on a GPU."""
 
-ONEDNN_FLOP = 1e7
-"""Operations from which a product may be oneDNN's: a call of it takes 12 us more."""
-
+MIN_ROW_MAJOR_RANK = 48
+"""Ranks from which on X W^T is a third faster than its transpose; below, the transpose is. Measured."""
 
 LEADING = 2
 """Rows of W, which are ordered, that are not just rounded where X - X W^T W is computed in bf16. X^ keeps at least (k + 1)
 alpha / D of row k from 0, of the first often 1 %, where rounding changes 0.2 %: by as much in all rows of X, if it is
 their mean. Also in `kernels.c`."""
-
-
-def matmul_out(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """a b into `out`, for b a matrix or a vector; summed in float32. `out` is of the type of a and b, or float32 where
-    `supports_float32_output(device)`. By oneDNN where `onednn_from` says so."""
-    if out.dtype != a.dtype:
-        columns = (1,) if b.dim() == 1 else b.shape[1:]
-        aten.mm.dtype_out(a, b.view(-1, *columns), out.dtype, out=out.view(-1, *columns))
-    elif b.dim() == 1:
-        torch.mv(a, b, out=out)
-    elif 2 * a.numel() * b.shape[1] >= onednn_from(a.dtype, a.device):
-        out.copy_(onednn_product(a, b.t()))
-    else:
-        torch.mm(a, b, out=out)
-
-
-def affine_out(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
-    """out <- x W^T + b, as `matmul_out`."""
-    if 2 * x.numel() * len(weight) >= onednn_from(x.dtype, x.device):
-        out.copy_(onednn_product(x, weight, bias))
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T, plus b if there is one, by the operation that torch.compile uses for it. Plain: torch.mm."""
-    made: Tensor = torch.ops.mkldnn._linear_pointwise(x, dense(weight), bias, "none", [], "")
-    return made
-
-
-def dense(matrix: Tensor) -> Tensor:
-    """The matrix without gaps between its rows, or between its columns where these are contiguous: with gaps, as all
-    columns but the last have, oneDNN multiplies 1000 times slower. A copy where there are any."""
-    return matrix.contiguous() if matrix.stride(1) == 1 else matrix.t().contiguous().t()
-
-
-@cache
-def onednn_from(dtype: torch.dtype, device: torch.device, cpu: Processor | None = None) -> float:
-    """The operations from which a product is `onednn_product`: `ONEDNN_FLOP` in float32 on an AMD processor with AVX-512,
-    which MKL's, torch.mm's, leave unused there, if it is right, which is tried; else infinity. Nothing is timed."""
-    if dtype != torch.float32 or device.type != "cpu" or onednn_isa_limit() is not None:
-        return math.inf
-    cpu = cpu or processor()
-    if cpu.vendor != "AuthenticAMD" or "avx512f" not in cpu.flags:
-        return math.inf
-    x, weight, bias = (
-        torch.arange(7.0 * 70).sin().view(70, 7).t(),
-        torch.arange(70.0 * 40).cos().view(70, 40),
-        torch.ones(40),
-    )
-    try:
-        found = onednn_product(x, weight.t(), bias)
-    except (AttributeError, RuntimeError):
-        return math.inf
-    expected = x.double() @ weight.double() + 1.0
-    return ONEDNN_FLOP if torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5) else math.inf
-
-
-@cache
-def supports_float32_output(device: torch.device) -> bool:
-    """Whether the device gives products of bf16 matrices in float32, unrounded: it is tried."""
-    ones = torch.ones(257, 16, dtype=torch.bfloat16, device=device)
-    matrix, column = torch.empty(16, 16, device=device), torch.empty(16, device=device)
-    try:
-        matmul_out(ones.t(), ones, out=matrix)
-        matmul_out(ones.t(), ones[:, 0].contiguous(), out=column)
-    except RuntimeError:
-        return False
-    return bool((matrix == 257).all() and (column == 257).all())  # bf16 has 256 and 258
 
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor, Tensor], object]]] = {
@@ -121,19 +49,121 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor, Tenso
 """Activation -> y <- f(y), in place; grad <- grad * f'(x), in place, from y = f(x)."""
 
 
-class Preconditioner(Protocol):
-    """What an arithmetic knows of `ddnn.optim.natural_gradient.NaturalGradient`, which describes them."""
+class Projection:
+    """The rows X of one side of a layer, from which natural gradient takes their projection: X^ = X - H W, H = X W^T.
 
-    w: Tensor
-    j: Tensor
+    In two calls, `project` and `remove`, between which workers that share the columns of X may sum their H. Both are in
+    float32 here; this is the reference of the other classes. X is what `project` is given and, where there is a
+    `bias_column`, a further column of ones.
 
-    def apply(self, x: Tensor, before: Tensor) -> None: ...
+    Args:
+        arithmetic: what the rows are in.
+        scratch: float32 memory of the size of X; None: that of x.
+        before, after: (rows,) float32; once X^ is there they hold the norms of the rows of X and X^.
+        bias_column: (rows,), for what becomes of the column of ones.
 
-    def begin(self, n: int, rows: Callable[[], Tensor], before: Tensor) -> bool: ...
+    Attributes:
+        h: H, (rows, rank) float32, between the two calls.
+        gives_j: whether `remove` fills J = H^T X; the Fisher matrix is updated from `rows_and_h` where it does not.
+    """
 
-    def learn(self, x: Tensor, before: Tensor) -> None: ...
+    gives_j: ClassVar[bool] = False
 
-    def learn_from_j(self, before: Tensor) -> None: ...
+    def __init__(
+        self,
+        arithmetic: Float32,
+        scratch: Tensor | None,
+        before: Tensor,
+        after: Tensor,
+        bias_column: Tensor | None = None,
+    ) -> None:
+        self.arithmetic, self.scratch, self.bias_column = arithmetic, scratch, bias_column
+        self.before, self.after = before, after
+        self.h = self._float32_h = before.new_empty(0, 0)
+
+    def load(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """X, and H, in float32; the norms of the rows in `before`. w: (rank, columns of X) float32."""
+        rows, rank = len(x), len(w)
+        if self._float32_h.shape != (rows, rank):
+            new = self.before.new_empty
+            self._float32_h = new(rows, rank) if rank >= MIN_ROW_MAJOR_RANK else new(rank, rows).t()
+        wide = x if self.scratch is None else self.scratch
+        self.arithmetic.load_rows(x, wide, self.before)
+        return wide, torch.mm(wide, w.t(), out=self._float32_h)
+
+    def project(self, x: Tensor, w: Tensor) -> None:
+        """h <- H, of x (rows, columns) and w."""
+        self.x = x
+        self.rows, self.h = self.load(x, w)
+
+    def rows_and_h(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """X and H in float32, between the two calls."""
+        return self.rows, self.h
+
+    def remove(self, w: Tensor, j: Tensor | None = None) -> Tensor:
+        """X <- X^; j (rank, columns of X) <- J, where it is given. Returns X^ without the bias column, in `dtype`, in the
+        memory of x or in `scratch`."""
+        self.rows.addmm_(self.h, w, alpha=-1.0)
+        return self.arithmetic.store_rows(self.rows, self.x, self.after, self.bias_column)
+
+
+class RoundedProjection(Projection):
+    """In the memory of x, W and H rounded to its type, the norms of X^ those of what is rounded. H W takes away nearly all
+    of the first `LEADING` directions: what rounding cut from their H and W is multiplied by itself. Waits for no GPU."""
+
+    def project(self, x: Tensor, w: Tensor) -> None:
+        self.x, columns = x, x.shape[1]
+        low = w[:, :columns].to(x.dtype)
+        self.h = x.new_empty((len(x), len(w)), dtype=torch.float32)
+        if self.arithmetic.gradient_dtype == torch.float32:
+            matmul_out(x, low.t(), self.h)
+        else:
+            torch.mm(x.float(), low.float().t(), out=self.h)
+        if self.bias_column is not None:
+            self.h += w[:, columns].to(x.dtype)
+
+    def rows_and_h(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """H of the unrounded W."""
+        return self.load(self.x, w)
+
+    def remove(self, w: Tensor, j: Tensor | None = None) -> Tensor:
+        x, h, last = self.x, self.h, self.bias_column
+        columns = x.shape[1]
+        torch.linalg.vector_norm(x, dim=1, dtype=torch.float32, out=self.before)
+        if last is not None:
+            self.before.hypot_(self.before.new_ones(()))
+            torch.sub(1.0, h @ w[:, columns], out=last)
+        low, rounded = w[:, :columns].to(x.dtype), h.to(x.dtype)
+        rest_h = (h - rounded)[:, :LEADING].to(x.dtype)
+        rest_w = (w[:LEADING, :columns] - low[:LEADING]).to(x.dtype)
+        factors = torch.cat([rounded, rounded[:, :LEADING], rest_h], dim=1)
+        x.addmm_(factors, torch.cat([low, rest_w, low[:LEADING]]), alpha=-1.0)
+        torch.linalg.vector_norm(x, dim=1, dtype=torch.float32, out=self.after)
+        if last is not None:
+            self.after.hypot_(last)
+        return x
+
+
+class KernelProjection(Projection):
+    """In the memory of x by compiled kernels, in bf16 rounded as `RoundedProjection`. `fused`: where nothing happens
+    between the two calls both are one pass over the rows, in `remove`, and `h` is not made."""
+
+    gives_j = True
+
+    def __init__(self, kernels: Kernels, *args: Any, fused: bool) -> None:
+        super().__init__(*args)
+        self.kernels, self.fused = kernels, fused
+
+    def project(self, x: Tensor, w: Tensor) -> None:
+        self.x = x
+        if not self.fused:
+            self.h = self.before.new_empty(len(x), len(w))
+            self.kernels.remove_projection_(x, w, before=self.before, h=self.h)
+
+    def remove(self, w: Tensor, j: Tensor | None = None) -> Tensor:
+        given = {"before": self.before} if self.fused else {"h": self.h}
+        self.kernels.remove_projection_(self.x, w, after=self.after, last=self.bias_column, j=j, **given)
+        return self.x
 
 
 class Float32:
@@ -193,26 +223,10 @@ class Float32:
         last.copy_(made[:, -1])
         return made[:, :-1]
 
-    def precondition_exactly(
-        self, by: Preconditioner, x: Tensor, made: Tensor, before: Tensor, after: Tensor, last: Tensor | None = None
-    ) -> Tensor:
-        """X <- X^, in float32. X is x (rows, columns) of `dtype`, and a further column of ones where `last` (rows,) is
-        given, of which it gets what becomes of it. before, after (rows,) <- norms of the rows. made: float32 memory of
-        the size of X, in float32 x itself where there is no `last`. Returns X^ without the last column, in `dtype`: in
-        x or where it was made."""
-        self.load_rows(x, made, before)
-        by.apply(made, before)
-        return self.store_rows(made, x, after, last)
-
-    def precondition(
-        self, by: Preconditioner, x: Tensor, made: Tensor, before: Tensor, after: Tensor, last: Tensor | None = None
-    ) -> Tensor:
-        """The same in the factors of this arithmetic."""
-        return self.precondition_exactly(by, x, made, before, after, last)
-
-    def _wide_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> Tensor:
-        self.load_rows(x, out, norms)
-        return out
+    def projection(self, *memory: Any, exact: bool = False, fused: bool = True) -> Projection:
+        """The `Projection` of this arithmetic, or where `exact` the one in float32; `memory`: its last arguments. `fused`:
+        nothing happens between its two calls."""
+        return Projection(self, *memory)
 
     def scale_(self, grads: Sequence[Tensor], scales: Tensor) -> Sequence[float]:
         """Multiplies each by its scale; returns the factors that are left to the update. Waits for no GPU."""
@@ -232,14 +246,8 @@ class Float32Kernels(Float32):
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
 
-    def precondition(
-        self, by: Preconditioner, x: Tensor, made: Tensor, before: Tensor, after: Tensor, last: Tensor | None = None
-    ) -> Tensor:
-        updates = by.begin(x.shape[0], partial(self._wide_rows, x, made, before), before)
-        self.kernels.remove_projection_(x, by.w, before, after, last, by.j if updates else None)
-        if updates:
-            by.learn_from_j(before)
-        return x
+    def projection(self, *memory: Any, exact: bool = False, fused: bool = True) -> Projection:
+        return Projection(self, *memory) if exact else KernelProjection(self.kernels, self, *memory, fused=fused)
 
 
 class BFloat16(Float32):
@@ -262,35 +270,8 @@ class BFloat16(Float32):
     def store_rows(self, made: Tensor, x: Tensor, norms: Tensor, last: Tensor | None = None) -> Tensor:
         return x.copy_(super().store_rows(made, x, norms, last))
 
-    def precondition(
-        self, by: Preconditioner, x: Tensor, made: Tensor, before: Tensor, after: Tensor, last: Tensor | None = None
-    ) -> Tensor:
-        """In place, W and H = X W^T rounded to `dtype`, the norms after it those of what is rounded. H W takes away
-        nearly all of the first `LEADING` directions: what rounding cut from their H and W is multiplied by itself.
-        Waits for no GPU."""
-        if by.begin(x.shape[0], partial(self._wide_rows, x, made, before), before):
-            by.learn(self._wide_rows(x, made, before), before)
-        columns = x.shape[1]
-        low, w = by.w[:, :columns].to(self.dtype), by.w
-        h = x.new_empty((x.shape[0], low.shape[0]), dtype=torch.float32)
-        if self.gradient_dtype == torch.float32:
-            matmul_out(x, low.t(), h)
-        else:
-            torch.mm(x.float(), low.float().t(), out=h)
-        torch.linalg.vector_norm(x, dim=1, dtype=torch.float32, out=before)
-        if last is not None:
-            before.hypot_(before.new_ones(()))
-            h += w[:, columns].to(self.dtype)
-            torch.sub(1.0, h @ w[:, columns], out=last)
-        rounded = h.to(self.dtype)
-        rest_h = (h - rounded)[:, :LEADING].to(self.dtype)
-        rest_w = (w[:LEADING, :columns] - low[:LEADING]).to(self.dtype)
-        factors = torch.cat([rounded, rounded[:, :LEADING], rest_h], dim=1)
-        x.addmm_(factors, torch.cat([low, rest_w, low[:LEADING]]), alpha=-1.0)
-        torch.linalg.vector_norm(x, dim=1, dtype=torch.float32, out=after)
-        if last is not None:
-            after.hypot_(last)
-        return x
+    def projection(self, *memory: Any, exact: bool = False, fused: bool = True) -> Projection:
+        return Projection(self, *memory) if exact else RoundedProjection(self, *memory)
 
 
 class BFloat16Kernels(Float32Kernels, BFloat16):

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from ddnn.kaldi import nnet1
-from ddnn.nn.arithmetic import Float32, matmul_out
 from ddnn.nn.layer import (
     Gemm,
     Layer,
+    LayerCall,
     Parameter,
-    Params,
     Shape,
     Views,
     as_array,
@@ -35,6 +34,7 @@ from ddnn.nn.layer import (
     limit_row_norms,
     numbers_of,
 )
+from ddnn.nn.products import matmul_out
 
 
 def nearest_divisors(number: int, to: int) -> str:
@@ -288,32 +288,30 @@ class Convolution(Layer):
             return [(every, t, b) for t, b in product(range(time.windows), range(band.windows))]
         return [(every, every, every, i, j) for i, j in product(range(time.size), range(band.size))]
 
-    def _rows(self, x: Tensor, saved: Views) -> Tensor:
+    def _rows(self, call: LayerCall) -> Tensor:
         """The patches of all frames, (frames * P, K), of which the forward pass has filled `saved`."""
-        return x.view(-1, self.fan_in) if self._side_by_side else saved["patches"].view(-1, self.fan_in)
+        return (call.x if self._side_by_side else call.saved["patches"]).view(-1, self.fan_in)
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        if saved:
-            windows = self._windows(x, channels_last=self.grid.channels_last)
-            saved["patches"].view(windows.shape).copy_(windows)
-        weight, bias, bias32 = p.values["weight"], p.values["bias"], p.float32["bias"]
-        a.affine(self._rows(x, saved), weight, bias, bias32, "linear", y.view(-1, self.filters))
+    def forward(self, call: LayerCall) -> None:
+        if not self._side_by_side:
+            windows = self._windows(call.x, channels_last=self.grid.channels_last)
+            call.saved["patches"].view(windows.shape).copy_(windows)
+        call.a.affine(self._rows(call), *call.p.affine, "linear", call.y.view(-1, self.filters))
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
+    def backward(self, call: LayerCall) -> None:
+        grad_x, weight = call.grad_x, call.p.values["weight"]
         if grad_x is None:
             return
         if self._side_by_side:
-            matmul_out(grad.view(-1, self.filters), p.values["weight"], grad_x.view(-1, self.fan_in))
+            matmul_out(call.grad.view(-1, self.filters), weight, grad_x.view(-1, self.fan_in))
             return
         time, band, channels, channels_last = self.grid
-        weight, fold = p.values["weight"], grad_x
+        fold = grad_x
         if not channels_last and channels > 1:  # with the channels inside the bands longer runs are added
             weight = weight.view(-1, time.size, channels, band.size).transpose(2, 3).reshape(weight.shape)
             fold = torch.empty_like(grad_x)
         block = max(1, BLOCK // (self.patches * self.fan_in))
-        for d, out in zip(torch.split(grad, block), torch.split(fold, block), strict=True):
+        for d, out in zip(torch.split(call.grad, block), torch.split(fold, block), strict=True):
             windows = self._windows(out.zero_(), channels_last=True)
             made = d.new_empty(len(d) * self.patches, self.fan_in)
             matmul_out(d.view(-1, self.filters), weight, made)
@@ -324,8 +322,8 @@ class Convolution(Layer):
             inside = fold.view(len(fold), time.length, band.length, channels).transpose(2, 3)
             grad_x.view(inside.shape).copy_(inside)
 
-    def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
-        return self._rows(x, saved), grad.view(-1, self.filters)
+    def statistics(self, call: LayerCall) -> tuple[Tensor, Tensor]:
+        return self._rows(call), call.grad.view(-1, self.filters)
 
     def after_update(self, p: Views) -> bool:
         return limit_row_norms(p["weight"], self.max_norm)
@@ -418,15 +416,14 @@ class Pooling(Layer):
     def _derivative(self, member: Tensor, y: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """out (frames, times', bands', channels) <- the derivative with respect to one member of each pool."""
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        self._pool(self._members(x), y.view(len(y), *self.out_shape))
+    def forward(self, call: LayerCall) -> None:
+        self._pool(self._members(call.x), call.y.view(-1, *self.out_shape))
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
+    def backward(self, call: LayerCall) -> None:
+        x, grad_x = call.x, call.grad_x
         if grad_x is None:
             return
-        y, grad = y.view(len(y), *self.out_shape), grad.view(len(y), *self.out_shape)
+        y, grad = (tensor.view(-1, *self.out_shape) for tensor in (call.y, call.grad))
         if not self._shared:
             for member, out in zip(self._members(x), self._members(grad_x), strict=True):
                 self._derivative(member, y, grad, out)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ddnn.kaldi import nnet1
-from ddnn.nn.arithmetic import ACTIVATIONS, Float32
+from ddnn.nn.arithmetic import ACTIVATIONS
 from ddnn.nn.layer import (
     Layer,
+    LayerCall,
     Parameter,
-    Params,
     Shape,
     Views,
     as_array,
@@ -37,8 +37,8 @@ FUNCTIONS = tuple(name for name in ACTIVATIONS if name not in ("softmax", "linea
 
 
 @dataclass(frozen=True)
-class Elementwise(Layer):
-    """A layer whose output has the columns of its input, `width` of them."""
+class OfColumns(Layer):
+    """A layer without a product that reads `width` columns."""
 
     width: int
 
@@ -49,12 +49,24 @@ class Elementwise(Layer):
     def in_shape(self) -> Shape:
         return (self.width,)
 
-    @property
-    def out_shape(self) -> Shape:
-        return (self.width,)
+    def backward(self, call: LayerCall) -> None:
+        if call.grad_x is not None:
+            self.propagate(call, call.grad_x)
+
+    @abstractmethod
+    def propagate(self, call: LayerCall, grad_x: Tensor) -> None:
+        """grad_x <- the derivative with respect to x."""
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         pass
+
+
+class Elementwise(OfColumns):
+    """One whose output has the columns of its input."""
+
+    @property
+    def out_shape(self) -> Shape:
+        return self.in_shape
 
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
         """Its component has arrays and numbers of the same names."""
@@ -90,14 +102,11 @@ class Activation(Elementwise):
     def label(self) -> str:
         return self.function
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        ACTIVATIONS[self.function][0](y.copy_(x))
+    def forward(self, call: LayerCall) -> None:
+        ACTIVATIONS[self.function][0](call.y.copy_(call.x))
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        if grad_x is not None:
-            a.activation_backward_(self.function, grad_x.copy_(grad), y)
+    def propagate(self, call: LayerCall, grad_x: Tensor) -> None:
+        call.a.activation_backward_(self.function, grad_x.copy_(call.grad), call.y)
 
     def to_torch(self, p: Views) -> torch.nn.Module:
         return torch_activation(self.function)
@@ -127,14 +136,14 @@ class PerColumn(Elementwise):
         return {self.kind: Parameter((self.width,), self.learn_rate_coef, momentum=False)}
 
     @abstractmethod
-    def derivatives(self, x: Tensor, grad: Tensor) -> Tensor:
+    def derivatives(self, call: LayerCall) -> Tensor:
         """(frames, width), the derivative with respect to the numbers, frame by frame."""
 
-    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
-        a.column_sums(self.derivatives(x, grad), out[self.kind])
+    def gradient(self, call: LayerCall, out: Views) -> None:
+        call.a.column_sums(self.derivatives(call), out[self.kind])
 
-    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
-        return _row_norms(self.derivatives(x, grad))
+    def gradient_norms(self, call: LayerCall) -> Tensor:
+        return _row_norms(self.derivatives(call))
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         p[self.kind].fill_(self.start)
@@ -147,17 +156,14 @@ class Scale(PerColumn):
     start = 1.0
     component = nnet1.Rescale
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        torch.mul(x, p.values["scale"], out=y)
+    def forward(self, call: LayerCall) -> None:
+        torch.mul(call.x, call.p.values["scale"], out=call.y)
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        if grad_x is not None:
-            torch.mul(grad, p.values["scale"], out=grad_x)
+    def propagate(self, call: LayerCall, grad_x: Tensor) -> None:
+        torch.mul(call.grad, call.p.values["scale"], out=grad_x)
 
-    def derivatives(self, x: Tensor, grad: Tensor) -> Tensor:
-        return grad * x
+    def derivatives(self, call: LayerCall) -> Tensor:
+        return call.grad * call.x
 
 
 class Shift(PerColumn):
@@ -167,17 +173,14 @@ class Shift(PerColumn):
     start = 0.0
     component = nnet1.AddShift
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        torch.add(x, p.values["shift"], out=y)
+    def forward(self, call: LayerCall) -> None:
+        torch.add(call.x, call.p.values["shift"], out=call.y)
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        if grad_x is not None:
-            grad_x.copy_(grad)
+    def propagate(self, call: LayerCall, grad_x: Tensor) -> None:
+        grad_x.copy_(call.grad)
 
-    def derivatives(self, x: Tensor, grad: Tensor) -> Tensor:
-        return grad
+    def derivatives(self, call: LayerCall) -> Tensor:
+        return call.grad
 
 
 @dataclass(frozen=True)
@@ -202,24 +205,24 @@ class ParametricRelu(Elementwise):
         coefs = {"alpha": self.alpha_learn_rate_coef, "beta": self.beta_learn_rate_coef}
         return {name: Parameter((self.width,), coef) for name, coef in coefs.items()}
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        torch.mul(x, _slopes(p, x), out=y)
+    def forward(self, call: LayerCall) -> None:
+        torch.mul(call.x, _slopes(call), out=call.y)
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        if grad_x is not None:
-            torch.mul(grad, _slopes(p, x), out=grad_x)
+    def propagate(self, call: LayerCall, grad_x: Tensor) -> None:
+        torch.mul(call.grad, _slopes(call), out=grad_x)
 
-    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
-        a.column_sums(grad * x.clamp(min=0), out["alpha"])
-        a.column_sums(grad * x.clamp(max=0), out["beta"])
+    def _derivatives(self, call: LayerCall) -> dict[str, Tensor]:
+        return {"alpha": call.grad * call.x.clamp(min=0), "beta": call.grad * call.x.clamp(max=0)}
 
-    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
+    def gradient(self, call: LayerCall, out: Views) -> None:
+        for name, derivatives in self._derivatives(call).items():
+            call.a.column_sums(derivatives, out[name])
+
+    def gradient_norms(self, call: LayerCall) -> Tensor:
         """Of the slopes that are trained; a slope that is not moves by nothing."""
-        parts = ((self.alpha_learn_rate_coef, x.clamp(min=0)), (self.beta_learn_rate_coef, x.clamp(max=0)))
-        norms = [_row_norms(grad * part) for coef, part in parts if coef]
-        return torch.stack(norms).norm(dim=0) if norms else torch.zeros(len(x), device=x.device)
+        parts = self._derivatives(call).items()
+        norms = [_row_norms(part) for name, part in parts if self.parameters[name].learn_rate_coef]
+        return torch.stack(norms).norm(dim=0) if norms else call.x.new_zeros(len(call.x), dtype=torch.float32)
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         p["alpha"].fill_(self.alpha)
@@ -231,8 +234,8 @@ def _row_norms(rows: Tensor) -> Tensor:
     return norms
 
 
-def _slopes(p: Params, x: Tensor) -> Tensor:
-    return torch.where(x >= 0, p.values["alpha"], p.values["beta"])
+def _slopes(call: LayerCall) -> Tensor:
+    return torch.where(call.x >= 0, call.p.values["alpha"], call.p.values["beta"])
 
 
 @dataclass(frozen=True)
@@ -247,15 +250,12 @@ class LengthNorm(Elementwise):
     def saved(self) -> Mapping[str, Shape]:
         return {"norm": (1,)}
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        saved["norm"].copy_(torch.linalg.vector_norm(x, dim=1, keepdim=True))
-        torch.div(x, saved["norm"], out=y)
+    def forward(self, call: LayerCall) -> None:
+        norm = call.saved["norm"].copy_(torch.linalg.vector_norm(call.x, dim=1, keepdim=True))
+        torch.div(call.x, norm, out=call.y)
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        if grad_x is not None:
-            torch.div(grad, saved["norm"], out=grad_x)
+    def propagate(self, call: LayerCall, grad_x: Tensor) -> None:
+        torch.div(call.grad, call.saved["norm"], out=grad_x)
 
 
 @dataclass(frozen=True)
@@ -284,14 +284,11 @@ class Dropout(Elementwise):
         if self.rate:
             saved["mask"].bernoulli_(1.0 - self.rate, generator=generator)
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        self._dropped(x, y, saved)
+    def forward(self, call: LayerCall) -> None:
+        self._dropped(call.x, call.y, call.saved)
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        if grad_x is not None:
-            self._dropped(grad, grad_x, saved)
+    def propagate(self, call: LayerCall, grad_x: Tensor) -> None:
+        self._dropped(call.grad, grad_x, call.saved)
 
     def _dropped(self, x: Tensor, out: Tensor, saved: Views) -> None:
         if self.rate:
@@ -304,42 +301,31 @@ class Dropout(Elementwise):
 
 
 @dataclass(frozen=True)
-class Copy(Layer):
+class Copy(OfColumns):
     """y[j] = x[columns[j]]: columns, counted from 0, may repeat, and need not all be there. No derivative passes it, as in Kaldi: what
     is below does not learn."""
 
     kind: ClassVar[str] = "copy"
     component = nnet1.Copy
 
-    width: int  # of the input
     columns: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_sizes(width=self.width)
+        super().__post_init__()
         object.__setattr__(self, "columns", tuple(self.columns))  # a list, as JSON has it
         if not self.columns or not all(type(column) is int and 0 <= column < self.width for column in self.columns):
             found = next((c for c in self.columns if not (type(c) is int and 0 <= c < self.width)), "none")
             raise ValueError(f"column {found!r} to copy, expected 0 to {self.width - 1}")
 
     @property
-    def in_shape(self) -> Shape:
-        return (self.width,)
-
-    @property
     def out_shape(self) -> Shape:
         return (len(self.columns),)
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        torch.index_select(x, 1, _columns(self.columns, x.device), out=y)
+    def forward(self, call: LayerCall) -> None:
+        torch.index_select(call.x, 1, _columns(self.columns, call.x.device), out=call.y)
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        if grad_x is not None:
-            grad_x.zero_()
-
-    def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
-        pass
+    def propagate(self, call: LayerCall, grad_x: Tensor) -> None:
+        grad_x.zero_()
 
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
         return [nnet1.Copy(self.columns, self.width)]

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.kaldi import nnet1
-from ddnn.nn.arithmetic import Float32, matmul_out
+from ddnn.nn.arithmetic import Float32
+from ddnn.nn.products import matmul_out
 
 Shape = tuple[int, ...]
 Views = Mapping[str, Tensor]  # tensors of a layer by name: its parameters, its part of a gradient
@@ -43,6 +44,29 @@ class Params(NamedTuple):
 
     values: Views
     float32: Views
+
+    @property
+    def affine(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Weight, bias and float32 bias, as `Float32.affine` wants them."""
+        return self.values["weight"], self.values["bias"], self.float32["bias"]
+
+
+class LayerCall(NamedTuple):
+    """One layer on its way through a minibatch, with the memory that belongs to it there; all have a row per frame.
+
+    `x`, `y`: its inputs and outputs. `grad`: the derivative of the summed loss with respect to y; after the backward pass
+    what `gradient` and `statistics` want, such as the derivative before the activation. `grad_x`: memory for the same
+    with respect to x; None in the lowest layer that is trained. `saved`: what it keeps between the two passes.
+    """
+
+    layer: Layer
+    a: Float32
+    p: Params
+    x: Tensor
+    y: Tensor
+    grad: Tensor
+    grad_x: Tensor | None
+    saved: Views
 
 
 class Gemm(NamedTuple):
@@ -146,10 +170,9 @@ class Layer(ABC):
         parameters: itself, unless it is made of others."""
         return {"": self}
 
-    def of_part(self, prefix: str, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor, Views]:
-        """What the part of this prefix has read, the derivative of its output, and what it has saved, after the backward
-        pass of this layer."""
-        return x, grad, saved
+    def part_calls(self, call: LayerCall) -> Mapping[str, LayerCall]:
+        """Those of its `parts`, within its own."""
+        return {"": call}
 
     @property
     def must_be_last(self) -> bool:
@@ -206,30 +229,23 @@ class Layer(ABC):
         return self
 
     @abstractmethod
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        """y (frames, output_dim) <- the layer's output for x (frames, input_dim)."""
+    def forward(self, call: LayerCall) -> None:
+        """y <- the layer's output for x."""
 
     @abstractmethod
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        """grad_x (frames, input_dim) <- the derivative of the summed loss with respect to x.
+    def backward(self, call: LayerCall) -> None:
+        """grad_x, where there is one, <- the derivative with respect to x. May overwrite grad."""
 
-        `x`, `y`: as of the forward pass. `grad`: (frames, output_dim), the derivative with respect to y; may be
-        overwritten by what `gradient` and `statistics` want, such as the derivative before the activation. `grad_x`:
-        None for the first layer.
-        """
-
-    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
+    def gradient(self, call: LayerCall, out: Views) -> None:
         """out <- the gradient summed over the minibatch, after the backward pass; not called without parameters. That
         of a `gemm`: dW = d^T x, db = sum of d, from the rows of `statistics`."""
-        self.gradient_of_rows(a, *self.statistics(x, grad, saved), out)
+        self.gradient_of_rows(call.a, *self.statistics(call), out)
 
-    def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
+    def statistics(self, call: LayerCall) -> tuple[Tensor, Tensor]:
         """Rows of its input, (frames * gemm.rows, gemm.fan_in), without the 1 for the bias, and rows of the derivative
         of its output, (frames * gemm.rows, gemm.fan_out), after the backward pass, frame by frame: what natural
         gradient preconditions, and may overwrite. Contiguous. For layers with a `gemm`."""
-        return x, grad
+        return call.x, call.grad
 
     def gradient_of_rows(
         self, a: Float32, inputs: Tensor, grads: Tensor, out: Views, bias_input: Tensor | None = None
@@ -239,7 +255,7 @@ class Layer(ABC):
         matmul_out(grads.t(), inputs, out["weight"])
         a.column_sums(grads, out["bias"], bias_input)
 
-    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
+    def gradient_norms(self, call: LayerCall) -> Tensor:
         """(frames,) float32, the norm of each frame's part of the gradient, by which NG-SGD limits the step of layers
         without a `gemm`; not called without parameters."""
         raise NotImplementedError

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ddnn.kaldi import nnet1
-from ddnn.nn.arithmetic import ACTIVATIONS, Float32, matmul_out
+from ddnn.nn.arithmetic import ACTIVATIONS
 from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
 from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import (
     Gemm,
     Layer,
+    LayerCall,
     Parameter,
     Params,
     Shape,
@@ -32,6 +33,7 @@ from ddnn.nn.layer import (
     numbers_of,
     torch_activation,
 )
+from ddnn.nn.products import matmul_out
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,14 @@ class Affine(Layer):
     def padded(self, multiple: int) -> Affine:
         return replace(self, out_features=-(-self.out_features // multiple) * multiple)
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        a.affine(x, p.values["weight"], p.values["bias"], p.float32["bias"], self.activation, y)
+    def forward(self, call: LayerCall) -> None:
+        call.a.affine(call.x, *call.p.affine, self.activation, call.y)
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        """As `Layer.backward`; leaves in `grad` the derivative before the activation."""
-        a.activation_backward_(self.activation, grad, y)
-        if grad_x is not None:
-            matmul_out(grad, p.values["weight"], grad_x)
+    def backward(self, call: LayerCall) -> None:
+        """Leaves in `grad` the derivative before the activation."""
+        call.a.activation_backward_(self.activation, call.grad, call.y)
+        if call.grad_x is not None:
+            matmul_out(call.grad, call.p.values["weight"], call.grad_x)
 
     def after_update(self, p: Views) -> bool:
         return limit_row_norms(p["weight"], self.max_norm)
@@ -196,80 +196,90 @@ class Parallel(Layer):
         return (sum(self.out_dims),)
 
     @cached_property
-    def _layers(self) -> list[tuple[int, int, Layer]]:
-        return [(n, i, layer) for n, layers in enumerate(self.networks) for i, layer in enumerate(layers)]
+    def layers(self) -> Mapping[str, Layer]:
+        """Those of all networks, by the beginning of the names of their parameters."""
+        return {f"{n}.{i}.": layer for n, layers in enumerate(self.networks) for i, layer in enumerate(layers)}
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
-        return {f"{n}.{i}.{name}": of for n, i, layer in self._layers for name, of in layer.parameters.items()}
+        return {prefix + name: of for prefix, layer in self.layers.items() for name, of in layer.parameters.items()}
 
     @cached_property
     def saved(self) -> Mapping[str, Shape]:
         """Of each network `N.x` and `N.grad`, its input and the derivative with respect to it; of each layer `N.I.y` and
         `N.I.grad`, the same of its output, and what it saves itself."""
-        found: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for n, dim in enumerate(self.in_dims):
-            found |= {f"{n}.x": (dim,), f"{n}.grad": (dim,)}
-        for n, i, layer in self._layers:
-            found |= {f"{n}.{i}.y": (layer.output_dim,), f"{n}.{i}.grad": (layer.output_dim,)}
-            found |= {f"{n}.{i}.saved.{name}": shape for name, shape in layer.saved.items()}
-        return found
+            shapes |= {f"{n}.x": (dim,), f"{n}.grad": (dim,)}
+        for prefix, layer in self.layers.items():
+            shapes |= {f"{prefix}y": (layer.output_dim,), f"{prefix}grad": (layer.output_dim,)}
+            shapes |= {prefix + name: shape for name, shape in layer.saved.items()}
+        return shapes
 
     @property
     def flop_per_frame(self) -> int:
-        return sum(layer.flop_per_frame for _, _, layer in self._layers)
+        return sum(layer.flop_per_frame for layer in self.layers.values())
 
     def without_noise(self) -> Parallel:
         return Parallel(tuple(tuple(layer.without_noise() for layer in layers) for layers in self.networks))
 
     def draw(self, generator: torch.Generator, saved: Views) -> None:
-        for n, i, layer in self._layers:
-            layer.draw(generator, _inside(saved, n, i, "saved."))
+        for prefix, layer in self.layers.items():
+            layer.draw(generator, _inside(saved, prefix))
 
-    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        for n, part in enumerate(torch.split(x, self.in_dims, dim=1)):
-            saved[f"{n}.x"].copy_(part)
-        for n, i, layer in self._layers:
-            own = Params(_inside(p.values, n, i), _inside(p.float32, n, i))
-            layer.forward(a, own, _input(saved, n, i), saved[f"{n}.{i}.y"], _inside(saved, n, i, "saved."))
-        torch.cat([saved[f"{n}.{len(layers) - 1}.y"] for n, layers in enumerate(self.networks)], dim=1, out=y)
+    def _calls(self, call: LayerCall) -> dict[str, LayerCall]:
+        """Those of the layers inside."""
+        calls = {}
+        for n, layers in enumerate(self.networks):
+            x, grad_x = call.saved[f"{n}.x"], None if call.grad_x is None else call.saved[f"{n}.grad"]
+            for i, layer in enumerate(layers):
+                prefix = f"{n}.{i}."
+                params, own = Params(*(_inside(views, prefix) for views in call.p)), _inside(call.saved, prefix)
+                calls[prefix] = LayerCall(layer, call.a, params, x, own["y"], own["grad"], grad_x, own)
+                x, grad_x = own["y"], own["grad"]
+        return calls
 
-    def backward(
-        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
-    ) -> None:
-        for n, part in enumerate(torch.split(grad, self.out_dims, dim=1)):
-            saved[f"{n}.{len(self.networks[n]) - 1}.grad"].copy_(part)
-        for n, i, layer in reversed(self._layers):
-            own = Params(_inside(p.values, n, i), _inside(p.float32, n, i))
-            below = saved[f"{n}.{i - 1}.grad"] if i else saved[f"{n}.grad"] if grad_x is not None else None
-            outputs = saved[f"{n}.{i}.y"], saved[f"{n}.{i}.grad"]
-            layer.backward(a, own, _input(saved, n, i), *outputs, below, _inside(saved, n, i, "saved."))
-        if grad_x is not None:
-            torch.cat([saved[f"{n}.grad"] for n in range(len(self.networks))], dim=1, out=grad_x)
+    def _outputs(self, call: LayerCall, name: str) -> list[Tensor]:
+        """The memory of this name of the last layer of each network."""
+        return [call.saved[f"{n}.{len(layers) - 1}.{name}"] for n, layers in enumerate(self.networks)]
 
-    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
-        for n, i, layer in self._layers:
-            if layer.num_parameters:
-                kept = _inside(saved, n, i, "saved.")
-                layer.gradient(a, _input(saved, n, i), saved[f"{n}.{i}.grad"], kept, _inside(out, n, i))
+    def forward(self, call: LayerCall) -> None:
+        for n, columns in enumerate(torch.split(call.x, self.in_dims, dim=1)):
+            call.saved[f"{n}.x"].copy_(columns)
+        for inner in self._calls(call).values():
+            inner.layer.forward(inner)
+        torch.cat(self._outputs(call, "y"), dim=1, out=call.y)
+
+    def backward(self, call: LayerCall) -> None:
+        for grad, columns in zip(
+            self._outputs(call, "grad"), torch.split(call.grad, self.out_dims, dim=1), strict=True
+        ):
+            grad.copy_(columns)
+        for inner in reversed(self._calls(call).values()):
+            inner.layer.backward(inner)
+        if call.grad_x is not None:
+            torch.cat([call.saved[f"{n}.grad"] for n in range(len(self.networks))], dim=1, out=call.grad_x)
+
+    def gradient(self, call: LayerCall, out: Views) -> None:
+        for prefix, inner in self._calls(call).items():
+            if inner.layer.num_parameters:
+                inner.layer.gradient(inner, _inside(out, prefix))
 
     @cached_property
     def parts(self) -> Mapping[str, Layer]:
-        return {f"{n}.{i}.{prefix}": part for n, i, layer in self._layers for prefix, part in layer.parts.items()}
+        return {prefix + rest: part for prefix, layer in self.layers.items() for rest, part in layer.parts.items()}
 
-    def of_part(self, prefix: str, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor, Views]:
-        first, second, rest = prefix.split(".", 2)
-        n, i = int(first), int(second)
-        found = _input(saved, n, i), saved[f"{n}.{i}.grad"], _inside(saved, n, i, "saved.")
-        return self.networks[n][i].of_part(rest, *found)
+    def part_calls(self, call: LayerCall) -> Mapping[str, LayerCall]:
+        inner = self._calls(call).items()
+        return {prefix + rest: part for prefix, one in inner for rest, part in one.layer.part_calls(one).items()}
 
     def after_update(self, p: Views) -> bool:
-        return any([layer.after_update(_inside(p, n, i)) for n, i, layer in self._layers])
+        return any([layer.after_update(_inside(p, prefix)) for prefix, layer in self.layers.items()])
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         """Each layer by its own rule; the first of each network is first where this layer is."""
-        for n, i, layer in self._layers:
-            layer.initialize(_inside(p, n, i), generator, first=first and i == 0, last=False)
+        for prefix, layer in self.layers.items():
+            layer.initialize(_inside(p, prefix), generator, first=first and prefix.endswith(".0."), last=False)
 
     def config(self) -> dict[str, Any]:
         return {"kind": self.kind, "networks": [[layer.config() for layer in layers] for layers in self.networks]}
@@ -277,7 +287,7 @@ class Parallel(Layer):
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
         networks = []
         for n, layers in enumerate(self.networks):
-            parts = (layer.to_nnet1(_inside(p, n, i)) for i, layer in enumerate(layers))
+            parts = (layer.to_nnet1(_inside(p, f"{n}.{i}.")) for i, layer in enumerate(layers))
             networks.append(tuple(component for part in parts for component in part))
         return [nnet1.ParallelComponent(tuple(networks))]
 
@@ -287,15 +297,9 @@ class Parallel(Layer):
         return cls(tuple(layers for layers, _ in made)), torch.cat([parameters for _, parameters in made])
 
 
-def _inside(views: Views, n: int, i: int, more: str = "") -> Views:
-    """Of tensors by name those of layer `i` of network `n`, by its own names."""
-    prefix = f"{n}.{i}.{more}"
+def _inside(views: Views, prefix: str) -> Views:
+    """Of tensors by name those whose name begins so, by the rest of it."""
     return {name.removeprefix(prefix): value for name, value in views.items() if name.startswith(prefix)}
-
-
-def _input(saved: Views, n: int, i: int) -> Tensor:
-    """What layer `i` of network `n` reads."""
-    return saved[f"{n}.{i - 1}.y"] if i else saved[f"{n}.x"]
 
 
 KINDS: tuple[type[Layer], ...] = (

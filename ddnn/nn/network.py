@@ -7,13 +7,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32
-from ddnn.nn.layer import Layer, Params, Views
+from ddnn.nn.layer import Layer, LayerCall, Params, Views
 from ddnn.nn.layers import num_parameters
 from ddnn.util.errors import DataError
 
@@ -119,19 +118,6 @@ class Link:
         """derivatives <- those of the lower layer's outputs, after the upper one's backward pass."""
 
 
-class LayerCall(NamedTuple):
-    """What one layer works on in a forward or backward pass; the last layer's outputs may be padded."""
-
-    layer: Layer
-    params: Params
-    inputs: Tensor
-    outputs: Tensor
-    derivatives: Tensor  # of the objective with respect to the outputs
-    input_derivatives: Tensor | None  # None for the lowest layer that is trained
-    saved: Views
-    below: Link  # between this layer and the one below
-
-
 class Workspace:
     """Memory for one minibatch of at most `frames` frames, taken once, and the passes through it.
 
@@ -211,8 +197,8 @@ class Workspace:
         input_derivatives[: lowest + 1] = [None] * (lowest + 1)
         params = map(Params, self.compute.views, self.network.views)
         rows = (self.inputs, self.padded_activations, self.padded_grad_outputs, input_derivatives, self._saved)
-        calls = zip(self._layers, params, *rows, [Link(), *self.links], strict=True)
-        self._calls = [LayerCall(*call) for call in calls]
+        arithmetics = [self.arithmetic] * len(self._layers)
+        self.calls = list(map(LayerCall, self._layers, arithmetics, params, *rows))
 
     def of(self, frames: int) -> Workspace:
         """The same memory for a minibatch of `frames` frames; of the last other size its views are kept."""
@@ -256,12 +242,12 @@ class Workspace:
         if self._input is not self.x:
             self._input.copy_(self.x)
         outputs = self._input
-        for layer, params, inputs, own_outputs, _, _, saved, below in self._calls:
-            below.forward(outputs, inputs)
+        for call, below in zip(self.calls, [Link(), *self.links], strict=True):
+            below.forward(outputs, call.x)
             if self.generator is not None:
-                layer.draw(self.generator, saved)
-            layer.forward(self.arithmetic, params, inputs, own_outputs, saved)
-            outputs = own_outputs
+                call.layer.draw(self.generator, call.saved)
+            call.layer.forward(call)
+            outputs = call.y
         return self.activations[-1]
 
     @property
@@ -276,21 +262,22 @@ class Workspace:
 
     def backward(self) -> None:
         """From the derivative of the logits back to that of the lowest trainable layer, in place in `grad_outputs`."""
-        for i in range(len(self._calls) - 1, self.network.lowest_trainable - 1, -1):
-            layer, params, inputs, outputs, derivatives, input_derivatives, saved, below = self._calls[i]
-            layer.backward(self.arithmetic, params, inputs, outputs, derivatives, input_derivatives, saved)
-            if input_derivatives is not None:
-                below.backward(input_derivatives, self.grad_outputs[i - 1])
+        for i in range(len(self.calls) - 1, self.network.lowest_trainable - 1, -1):
+            call = self.calls[i]
+            call.layer.backward(call)
+            if call.grad_x is not None:
+                self.links[i - 1].backward(call.grad_x, self.grad_outputs[i - 1])
 
-    def of_part(self, i: int, prefix: str) -> tuple[Tensor, Tensor, Views]:
-        """`Layer.of_part` of layer `i`, after the backward pass."""
-        return self.network.layers[i].of_part(prefix, self.inputs[i], self.grad_outputs[i], self._saved[i])
+    def call_of(self, i: int) -> LayerCall:
+        """That of layer `i` after the backward pass, without padding: for its gradient."""
+        layer, grad = self.network.layers[i], self.grad_outputs[i]
+        return self.calls[i]._replace(layer=layer, grad=grad)
 
     def layer_gradient(self, i: int, out: Views) -> None:
         """out, of `gradient_dtype`, <- the gradient of the loss summed over the minibatch of layer `i`."""
         if out:
-            layer = self.network.layers[i]
-            layer.gradient(self.arithmetic, self.inputs[i], self.grad_outputs[i], self._saved[i], out)
+            call = self.call_of(i)
+            call.layer.gradient(call, out)
 
     def gradient(self, flat: Tensor) -> Tensor:
         """flat (num_parameters,) float32 <- the gradient of the loss summed over the minibatch."""

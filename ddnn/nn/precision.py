@@ -14,7 +14,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.nn.arithmetic import Float32, make_arithmetic
 from ddnn.nn.layers import training_flop_per_frame
 from ddnn.nn.network import Network, Workspace
-from ddnn.nn.processor import Processor, onednn_isa_limit, processor
+from ddnn.nn.products import Processor, onednn_isa_limit, processor
 from ddnn.util.errors import UserError
 
 log = logging.getLogger(__name__)

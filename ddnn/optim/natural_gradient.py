@@ -28,7 +28,7 @@ gamma X^ has the Frobenius norm of X.
     W' = E'^.5 R' = A (J + (1-eta) (diag(d) + rho I) W),   A = E'^.5 C^-.5 U^T E^-.5
 
 **Floors.** C at (rho (1-eta))^2, which it cannot be below but for roundoff; rho' and d' at max(1e-10, delta max
-sqrt(C)). R is orthonormalised again if C was floored or cond(C) > 1e6, and max|R R^T - I| > 1e-3: R <- Chol(R R^T)^-1
+sqrt(C)). R is orthonormalized again if C was floored or cond(C) > 1e6, and max|R R^T - I| > 1e-3: R <- Chol(R R^T)^-1
 R, or by Gram-Schmidt if that fails or the inverse factor holds an element of 100 or more.
 
 **Start.** Row k of R has equal entries in columns k, k+r, ... (the first 1.1 times the others); rho = d = 1e-10, so
@@ -36,8 +36,8 @@ that e = 1 / (2 + (D+r) alpha/D); then 3 updates on the first minibatch, 1 if N 
 0..10, and then those where t - 10 is a multiple of `update_period`; with `updates_rarely`, which Kaldi has not, from t =
 1000 on of 4 `update_period`. A rank of D or more becomes D - 1; D = 1 needs no preconditioning.
 
-**What is computed where.** X, H, J, K, L and W live on the device, in float32; but for X and H where an arithmetic
-has factors of its own (`begin`, `ddnn.nn.arithmetic`). Z, C, U, d and rho are float64 on the
+**What is computed where.** X, H, J, K, L and W live on the device, in float32, except X and H where an arithmetic
+rounds them (`ddnn.nn.arithmetic.Projection`). Z, C, U, d and rho are float64 on the
 host. An update takes effect at the next call, so it is cut in two: the call that updates queues J, K, L and their
 copy to pinned host memory and returns; the *next* call does the r x r eigendecomposition on the host and queues W'.
 The numbers are those of an update on the spot, but on CUDA the host waits for numbers that are a whole minibatch old,
@@ -49,14 +49,15 @@ CUDA path has not yet been run on a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddnn.nn.arithmetic import Projection
 from ddnn.util.errors import DataError, UserError
 
 _EPSILON = 1e-10  # floor of rho and d, and where they start
@@ -66,7 +67,6 @@ _RARELY = 4  # it multiplies `update_period` by this
 _CONDITION = 1e6  # cond(C) above which the orthonormality of R is checked
 _ORTHONORMAL = 1e-3  # largest |R R^T - I| left alone
 _INVERSE_FACTOR = 100.0  # largest element of the inverse Cholesky factor that is trusted
-_WIDE = 48  # ranks from here on: H = X W^T is a third faster than its transpose, below the transpose is (measured)
 _TINY = 1e-38  # makes 0 / 0 a 1, and is lost in any other norm
 
 Vector = NDArray[np.float64]
@@ -95,6 +95,15 @@ class NaturalGradientOptions:
                 raise UserError(f"natural gradient: {name} is {getattr(self, name)}, expected {expected}")
 
 
+class _FisherUpdate(NamedTuple):
+    """d and rho after an update, e of them, and whether R may be skewed by rounding: C was floored or badly conditioned."""
+
+    d: Vector
+    rho: float
+    e: Vector
+    may_be_skewed: bool
+
+
 class NaturalGradient:
     """The preconditioner of one side of one layer; see the module for the mathematics.
 
@@ -107,8 +116,6 @@ class NaturalGradient:
     """
 
     def __init__(self, dim: int, options: NaturalGradientOptions, device: torch.device | str = "cpu") -> None:
-        if dim < 1:
-            raise ValueError(f"dim is {dim}, expected 1 or more")
         self.dim, self.options, self.device = dim, options, torch.device(device)
         self.rank = r = min(options.rank, dim - 1)
         self.t = 0
@@ -120,7 +127,6 @@ class NaturalGradient:
         self._w_t = self.w.T
         self.j = torch.empty_like(self.w)
         self._j_t = self.j.T
-        self._h = self._h_t = torch.empty(0, 0, device=self.device)  # H (N, r) and its transpose
         # K, L and |X|_F travel to the host in one copy; A and the coefficients of W come back in another. On the CPU
         # the host's side is the same memory, and nothing is copied.
         on_gpu = self.device.type == "cuda"
@@ -130,55 +136,45 @@ class NaturalGradient:
         self._k_host, self._l_host, self._norm_host = (v.numpy() for v in _split(self._stats_host, (r, r), (r, r), ()))
         self._back = torch.empty(r * r + r, device=self.device)
         self._back_host = torch.empty(r * r + r, pin_memory=True) if on_gpu else self._back
-        self._a, self._kept = _split(self._back, (r, r), (r, 1))
-        self._a_host, self._kept_host = (v.numpy() for v in _split(self._back_host, (r, r), (r, 1)))
+        self._a, self._retained = _split(self._back, (r, r), (r, 1))
+        self._a_host, self._retained_host = (v.numpy() for v in _split(self._back_host, (r, r), (r, 1)))
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._pending_n = 0  # rows of the minibatch whose update is under way, 0 if none is
 
-    def apply(self, x: Tensor, before: Tensor) -> None:
-        """Turns X into X^, in place; `gammas` makes gamma of the norms of its rows before and after.
+    def initial_updates(self, n: int) -> int:
+        """How many updates a minibatch of n rows makes before it is preconditioned: the first ever 3, or 1 if n <= r."""
+        if self.rank == 0 or n == 0 or self.t:
+            return 0
+        return 1 if n <= self.rank else 3
 
-        A NaN or infinity in `x` makes gamma NaN and leaves the Fisher matrix as it was.
-
-        `x`: (N, D) float32 on the device; rows may be strided. Overwritten. `before`: (N,) float32 on the device, the
-        Euclidean norms of the rows of X. By rows: max-change wants them, and the norm of a whole strided matrix is 10
-        times slower.
-        """
-        n = x.shape[0]
-        if self.rank == 0 or n == 0:  # D = 1: X^ is X; no rows: nothing to learn from
-            return
-        if self.begin(n, lambda: x, before):
-            self.learn(x, before)
-        else:
-            self._project(x)
-        x.addmm_(self._h, self.w, alpha=-1.0)
-
-    def begin(self, n: int, rows: Callable[[], Tensor], before: Tensor) -> bool:
+    def begin_minibatch(self, n: int) -> bool:
         """Makes `w` that of the next minibatch, of n rows, and counts it. Returns whether the Fisher matrix is to be
-        updated from it: by `learn` or `learn_from_j`, before the next one begins. For those who compute X^ themselves,
-        X - X W^T W. `rows`: gives X in float32 with the norms of its rows in `before`; the start alone wants it."""
-        if self.rank == 0 or n == 0:
-            return False
+        updated from it: by `update_from_rows` or `update_from_j`, before the next one begins."""
         self.finish_update()
-        if self.t == 0:
-            x = rows()
-            for _ in range(1 if n <= self.rank else 3):
-                self.learn(x, before)
-                self.finish_update()
+        if self.rank == 0 or n == 0:  # D = 1: X^ is X; no rows: nothing to learn from
+            return False
         self.t += 1
         return self.updates_at(self.t - 1)
 
-    def learn(self, x: Tensor, before: Tensor) -> None:
-        """Starts an update of the Fisher matrix; x and before as of `apply`, but x is left as it is."""
-        self._project(x)
-        self._start_update(x, before)
+    def update_from_rows(self, x: Tensor, h: Tensor, row_norms: Tensor) -> None:
+        """Starts an update of the Fisher matrix: queues J, K and L from X (N, D), H and the norms of the rows of X, all
+        float32, and their copy to the host. Waits for nothing. A NaN or infinity in X leaves the Fisher matrix as it was."""
+        n = x.shape[0]
+        scale = self._eta(n) / n
+        # The factor goes in here, not later: without it K, a fourth power of the data, may overflow float32.
+        torch.addmm(self.j, h.t(), x, beta=0.0, alpha=scale, out=self.j)
+        if n > self.dim:
+            torch.mm(self.j, self._w_t, out=self._l)
+        else:
+            torch.addmm(self._l, h.t(), h, beta=0.0, alpha=scale, out=self._l)
+        self._send_statistics(row_norms)
 
-    def learn_from_j(self, before: Tensor) -> None:
+    def update_from_j(self, row_norms: Tensor) -> None:
         """The same, `j` (r, D) being H^T X. L is J W^T, so that Z fits R and J however H was rounded."""
-        n = before.shape[0]
+        n = row_norms.shape[0]
         self.j.mul_(self._eta(n) / n)
         torch.mm(self.j, self._w_t, out=self._l)
-        self._send(before)
+        self._send_statistics(row_norms)
 
     def updates_at(self, t: int) -> bool:
         """Whether the minibatch number `t`, from 0, starts an update of the Fisher matrix."""
@@ -220,34 +216,10 @@ class NaturalGradient:
         self.d = state["d"].cpu().numpy().copy()
         self.rho, self.t, self._pending_n = float(state["rho"]), int(state["t"]), 0
 
-    def _project(self, x: Tensor) -> None:
-        """H = X W^T, (N, r), into a buffer that is kept."""
-        n, wide = x.shape[0], self.rank >= _WIDE
-        if n != self._h.shape[0]:
-            shape = (n, self.rank) if wide else (self.rank, n)
-            made = torch.empty(shape, device=self.device)
-            self._h, self._h_t = (made, made.T) if wide else (made.T, made)
-        if wide:
-            torch.mm(x, self._w_t, out=self._h)
-        else:
-            torch.mm(self.w, x.T, out=self._h_t)
-
     def _eta(self, n: int) -> float:
         return min(1.0 - math.exp(-n / self.options.num_samples_history), 0.9)
 
-    def _start_update(self, x: Tensor, row_norms: Tensor) -> None:
-        """Queues J, K and L from X (N, D), the norms of its rows and H, and the copy to the host. Waits for nothing."""
-        n = x.shape[0]
-        scale = self._eta(n) / n
-        # The factor goes in here, not later: without it K, a fourth power of the data, may overflow float32.
-        torch.addmm(self.j, self._h_t, x, beta=0.0, alpha=scale, out=self.j)
-        if n > self.dim:
-            torch.mm(self.j, self._w_t, out=self._l)
-        else:
-            torch.addmm(self._l, self._h_t, self._h, beta=0.0, alpha=scale, out=self._l)
-        self._send(row_norms)
-
-    def _send(self, row_norms: Tensor) -> None:
+    def _send_statistics(self, row_norms: Tensor) -> None:
         """Queues K, and the copy of K, L and |X|_F to the host."""
         torch.mm(self.j, self._j_t, out=self._k)
         torch.linalg.vector_norm(row_norms, out=self._norm)
@@ -257,27 +229,31 @@ class NaturalGradient:
         self._pending_n = row_norms.shape[0]
 
     def finish_update(self) -> None:
-        """Brings W, d and rho up to date with the last minibatch, if that is still to be done; `apply` and `state_dict`
-        call it themselves."""
+        """Brings W, d and rho up to date with the last minibatch, if that is still to be done; `begin_minibatch` and
+        `state_dict` call it themselves."""
         n, self._pending_n = self._pending_n, 0
-        if n == 0:
-            return
+        if n and (update := self._factor(n)) is not None:
+            self._apply_factor(update)
+
+    def _factor(self, n: int) -> _FisherUpdate | None:
+        """The r x r part of an update from a minibatch of n rows, by the host; None where the minibatch holds NaN or
+        infinity: gamma and X^ show it, the Fisher matrix stays clean. A and the factors of W go to the pinned memory."""
         if self._copied is not None:
             self._copied.synchronize()
         r, dim, eta, d, rho = self.rank, self.dim, self._eta(n), self.d, self.rho
         norm = float(self._norm_host)
         e_inv = 1.0 / np.sqrt(_e(d, rho, self.options.alpha, dim))
-        kept = (1.0 - eta) * (d + rho)
-        half = self._l_host * kept  # float64 from here on
+        retained = (1.0 - eta) * (d + rho)
+        half = self._l_host * retained  # float64 from here on
         z = self._k_host + half
         z += half.T
         z *= e_inv
         z *= e_inv[:, None]
         diagonal = z.reshape(-1)[:: r + 1]
-        diagonal += kept * kept
+        diagonal += retained * retained
         trace = float(diagonal.sum())
         if not (math.isfinite(trace) and math.isfinite(norm)):
-            return  # a minibatch with NaN or infinity: gamma and X^ show it, the Fisher matrix stays clean
+            return None
         z_scale = max(1.0, trace)
         z /= z_scale
         c, u = _eigh(z)
@@ -292,14 +268,55 @@ class NaturalGradient:
         rho = max(rho, low)
         e = _e(d, rho, self.options.alpha, dim)
         np.multiply(u.T * e_inv, (np.sqrt(e) / sqrt_c)[:, None], out=self._a_host, casting="same_kind")
-        self._kept_host[:, 0] = kept
+        self._retained_host[:, 0] = retained
+        return _FisherUpdate(d, rho, e, largest > _CONDITION * smallest or smallest < floor)
+
+    def _apply_factor(self, update: _FisherUpdate) -> None:
+        """W, d and rho <- those after an update, by `j` and what `_factor` has left in the pinned memory."""
         if self._copied is not None:
             self._back.copy_(self._back_host, non_blocking=True)
-        self.j.addcmul_(self._kept, self.w)
+        self.j.addcmul_(self._retained, self.w)
         torch.mm(self._a, self.j, out=self.w)
-        if largest > _CONDITION * smallest or smallest < floor:
-            orthonormalise(self.w, e)
-        self.d, self.rho = d, rho
+        if update.may_be_skewed:
+            orthonormalize(self.w, update.e)
+        self.d, self.rho = update.d, update.rho
+
+
+class Side:
+    """One side of a layer on its way through the minibatches: a preconditioner, and the rows that it makes X^.
+
+    Workers that share the columns sum `rows.h` between `project` and `remove`. `gammas` makes gamma of `rows.before` and
+    `rows.after`. A NaN or infinity in X makes gamma NaN."""
+
+    def __init__(self, preconditioner: NaturalGradient, rows: Projection) -> None:
+        self.preconditioner, self.rows = preconditioner, rows
+        self._updates = False
+
+    def precondition(self, x: Tensor) -> Tensor:
+        """X^, as `Projection.remove` gives it, of x as `Projection.project` wants it, which may be overwritten."""
+        self.project(x)
+        return self.remove()
+
+    def project(self, x: Tensor) -> None:
+        """Begins a minibatch, and makes H in `rows`."""
+        ng, n = self.preconditioner, len(x)
+        for _ in range(ng.initial_updates(n)):
+            ng.update_from_rows(*self.rows.load(x, ng.w), self.rows.before)
+            ng.finish_update()
+        self._updates = ng.begin_minibatch(n)
+        self.rows.project(x, ng.w)
+
+    def remove(self) -> Tensor:
+        """X^, and an update of the Fisher matrix where it is due."""
+        ng, rows = self.preconditioner, self.rows
+        if not self._updates:
+            return rows.remove(ng.w)
+        if not rows.gives_j:
+            ng.update_from_rows(*rows.rows_and_h(ng.w), rows.before)
+            return rows.remove(ng.w)
+        removed = rows.remove(ng.w, ng.j)
+        ng.update_from_j(rows.before)
+        return removed
 
 
 def gammas(before: Tensor, after: Tensor) -> Tensor:
@@ -328,8 +345,6 @@ def max_change_factor(
     Returns:
         kappa (...), without waiting for the device. 1 for a step of 0; NaN for a step that is NaN.
     """
-    if not max_change > 0:
-        raise ValueError(f"max_change is {max_change}, expected over 0")
     step = (in_norms * out_norms).sum(dim=-1) * gamma * rate
     return (max_change * in_norms.shape[-1] / step).clamp(max=1.0)
 
@@ -361,7 +376,7 @@ def _eigh(z: Matrix) -> tuple[Vector, Matrix]:
     return c.numpy()[::-1].copy(), u.numpy()[:, ::-1]
 
 
-def orthonormalise(w: Tensor, e: Vector) -> None:
+def orthonormalize(w: Tensor, e: Vector) -> None:
     """Makes the rows of R = E^-.5 W orthonormal again, in place, if they are off by over 1e-3: Kaldi's
     `OnlineNaturalGradient::ReorthogonalizeRt1`. Waits for the device."""
     sqrt_e = torch.from_numpy(np.sqrt(e))

@@ -18,7 +18,7 @@ The Fisher matrices are updated in float32 in either, but in bf16 less often onc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32
-from ddnn.nn.layer import Gemm, Layer, Views
+from ddnn.nn.layer import Gemm, Layer, LayerCall, Views
 from ddnn.nn.network import Network, Workspace
-from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
+from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, Side, gammas, max_change_factor
 from ddnn.optim.sgd import Sgd, SgdOptions
 
 FEW_FILTERS = 32  # up to so many the rank of their derivative is a quarter of their number, at most
@@ -82,6 +82,11 @@ class _Part(NamedTuple):
             return whole
         return {k.removeprefix(self.prefix): view for k, view in whole.items() if k.startswith(self.prefix)}
 
+    def call(self, workspace: Workspace) -> LayerCall:
+        """After the backward pass."""
+        call = workspace.call_of(self.number)
+        return call.layer.part_calls(call)[self.prefix]
+
     @property
     def learn_rate_coef(self) -> float:
         """The largest of its parameters'."""
@@ -90,135 +95,120 @@ class _Part(NamedTuple):
 
 class NgSgd(Sgd):
     """SGD along the natural gradient. `parts`: the trainable layers, or what they are made of, numbered as all of the
-    network are, so that without networks side by side a part has its layer's number. `input_preconditioners`,
-    `grad_preconditioners`: by the number of a part that has a `gemm`, those of its input (with 1 appended) and of its
-    output derivative."""
+    network are, so that without networks side by side a part has its layer's number. `preconditioners_of`:
+    by the number of a part that has a `gemm`, those of its input (with 1 appended) and of its output derivative."""
 
     def __init__(self, network: Network, options: NgSgdOptions | None = None) -> None:
         options = options or NgSgdOptions()
         super().__init__(network, options)
-        self._options = options
-        self.input_preconditioners: dict[int, NaturalGradient] = {}
-        self.grad_preconditioners: dict[int, NaturalGradient] = {}
+        self.options = options
+        self.preconditioners_of: dict[int, list[NaturalGradient]] = {}
         every = (_Part(i, *part) for i, layer in enumerate(network.layers) for part in layer.parts.items())
         self.parts = {k: part for k, part in enumerate(every) if part.number in self.trainable}
         unscaled = options.max_change_scope == "unscaled"
-        self._coefs = {k: 1.0 if unscaled else part.learn_rate_coef for k, part in self.parts.items()}
-        self._gemms = {k: part.layer.gemm for k, part in self.parts.items() if part.layer.gemm is not None}
-        for k, gemm in self._gemms.items():
+        self.coefs = {k: 1.0 if unscaled else part.learn_rate_coef for k, part in self.parts.items()}
+        self.gemms = {k: part.layer.gemm for k, part in self.parts.items() if part.layer.gemm is not None}
+        for k, gemm in self.gemms.items():
             rest = (options.alpha, options.num_samples_history * gemm.rows, options.update_period)
-            self.input_preconditioners[k], self.grad_preconditioners[k] = (
+            self.preconditioners_of[k] = [
                 NaturalGradient(dim, NaturalGradientOptions(rank, *rest), network.parameters.device)
                 for dim, rank in options.sides(gemm)
-            )
-        self._memory = self._new_memory(0, Float32())
+            ]
+        self._parts_of = {i: [k for k, part in self.parts.items() if part.number == i] for i in self.trainable}
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # of this minibatch: X^ and Y^ of parts with a `gemm`
+        self._factors: dict[int, float] = {}  # of their gradients
+        self._limited_lr = 1.0
+        self._memory = _Memory(self, 0, Float32())
 
     def set_arithmetic(self, arithmetic: Float32) -> None:
         for preconditioner in self.preconditioners:
-            preconditioner.updates_rarely = arithmetic.updates_rarely and not self._options.exact
-
-    def _new_memory(self, frames: int, arithmetic: Float32) -> _Memory:
-        return _Memory(
-            self._gemms, self._coefs, frames, arithmetic, self.network.parameters.device, self._options.exact
-        )
+            preconditioner.updates_rarely = arithmetic.updates_rarely and not self.options.exact
 
     @property
     def preconditioners(self) -> list[NaturalGradient]:
-        return [one for one in (*self.input_preconditioners.values(), *self.grad_preconditioners.values()) if one.rank]
+        return [side for sides in zip(*self.preconditioners_of.values(), strict=True) for side in sides if side.rank]
 
-    def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[tuple[int, float]]:
-        """As `Sgd.fill_gradient`; overwrites the workspace's derivatives and, in bf16 or with compiled kernels, activations
-        and input."""
-        a, options = workspace.arithmetic, self._options
-        limited_lr = 1.0 if options.max_change_scope == "unscaled" else lr
+    def prepare(self, workspace: Workspace, lr: float) -> None:
+        """Preconditions all layers; overwrites the workspace's derivatives and, in bf16 or with compiled kernels,
+        activations and input."""
+        self._limited_lr = 1.0 if self.options.max_change_scope == "unscaled" else lr
+        self.precondition(workspace)
+        self.scale(workspace.arithmetic)
+
+    def precondition(self, workspace: Workspace) -> None:
+        """X^ and Y^ of all parts that have a `gemm`, without gamma and kappa."""
+        a = workspace.arithmetic
         if self._memory.made_for != (len(workspace.x), a):
-            self._memory = self._new_memory(0, a)  # of another size: first given back
-            self._memory = self._new_memory(len(workspace.x), a)
-        memory = self._memory
-        rows: dict[int, tuple[Tensor, Tensor]] = {}
-        for k, of in memory.parts.items():
+            self._rows.clear()
+            self._memory = _Memory(self, 0, a)  # of another size: first given back
+            self._memory = _Memory(self, len(workspace.x), a)
+        for k, (inputs, grads) in self._memory.sides.items():
             part = self.parts[k]
-            x, grad = part.layer.statistics(*workspace.of_part(part.number, part.prefix))
-            float32_grad = memory.float32_grad[: grad.numel()].view(grad.shape) if a.casts else grad
-            by, norms = self.input_preconditioners[k], (of.in_before, of.in_after)
-            inputs = memory.precondition(by, x, of.inputs, *norms, of.bias_input)
-            by, norms = self.grad_preconditioners[k], (of.grad_before, of.grad_after)
-            rows[k] = inputs, memory.precondition(by, grad, float32_grad, *norms)
-        factors: dict[int, float] = {}
-        for numbers, scales in memory.scales(limited_lr, options.max_change):
-            factors |= zip(numbers, a.scale_([rows[k][1] for k in numbers], scales), strict=True)
-        for k, part in self.parts.items():
-            views, factor = part.views(out[part.number]), factors.get(k, 1.0)
-            if k in rows:
-                part.layer.gradient_of_rows(a, *rows[k], views, memory.parts[k].bias_input)
+            x, grad = part.layer.statistics(part.call(workspace))
+            self._rows[k] = inputs.precondition(x), grads.precondition(grad)
+
+    def scale(self, arithmetic: Float32) -> None:
+        """Brings gamma and kappa into Y^, but for the factors that are left to the update."""
+        for numbers, scales in self._memory.scales(self._limited_lr, self.options.max_change):
+            factors = arithmetic.scale_([self._rows[k][1] for k in numbers], scales)
+            self._factors |= zip(numbers, factors, strict=True)
+
+    def fill_gradient(self, i: int, workspace: Workspace, out: Views) -> float:
+        for k in self._parts_of[i]:
+            part = self.parts[k]
+            views, factor = part.views(out), self._factors.get(k, 1.0)
+            if k in self._rows:
+                bias_input = self._memory.sides[k][0].rows.bias_column
+                part.layer.gradient_of_rows(workspace.arithmetic, *self._rows[k], views, bias_input)
             elif views:
-                self._plain_gradient(part, workspace, limited_lr * self._coefs[k], views)
+                self._plain_gradient(part, workspace, self._limited_lr * self.coefs[k], views)
             if not part.prefix:
-                yield part.number, factor
-                continue
+                return factor
             for view in views.values():
                 view.mul_(factor)
-            if k + 1 not in self.parts or self.parts[k + 1].number != part.number:
-                yield part.number, 1.0
+        return 1.0
 
     def _plain_gradient(self, part: _Part, workspace: Workspace, lr: float, out: Views) -> None:
         """Fills the plain gradient of a layer without `gemm`, so that it changes no more than `max_change` per
         frame."""
-        x, grad, saved = workspace.of_part(part.number, part.prefix)
-        part.layer.gradient(workspace.arithmetic, x, grad, saved, out)
-        if self._options.max_change > 0.0:
-            norms = part.layer.gradient_norms(x, grad, saved)
+        call = part.call(workspace)
+        part.layer.gradient(call, out)
+        if self.options.max_change > 0.0:
+            norms = part.layer.gradient_norms(call)
             one = norms.new_ones(())
-            kappa = max_change_factor(norms, one, one, lr, self._options.max_change)
+            kappa = max_change_factor(norms, one, one, lr, self.options.max_change)
             for view in out.values():
                 view.mul_(kappa)
 
 
-class _PartMemory(NamedTuple):
-    """`inputs`: [X 1], (rows, fan_in + 1) float32, and its last column once more, in one piece; and (rows,) norms of
-    the rows of X and Y before and after preconditioning."""
-
-    inputs: Tensor
-    bias_input: Tensor
-    in_before: Tensor
-    in_after: Tensor
-    grad_before: Tensor
-    grad_after: Tensor
-
-
 class _Memory:
-    """Memory for minibatches of `frames` frames in one arithmetic, made once. `parts`: by the numbers of `gemms`.
-    `float32_grad`: for arithmetics that need a copy, float32 memory for any part's output derivative. `precondition`:
-    the arithmetic's way, or the exact one."""
+    """Memory for minibatches of `frames` frames in one arithmetic, made once. `sides`: by the numbers of `gemms` those of
+    the input, in float32 [X 1] with rows that are aligned, and of the output derivative, whose float32 memory all share."""
 
-    def __init__(
-        self,
-        gemms: Mapping[int, Gemm],
-        coefs: Mapping[int, float],
-        frames: int,
-        arithmetic: Float32,
-        device: torch.device,
-        exact: bool,
-    ) -> None:
+    def __init__(self, optimizer: NgSgd, frames: int, arithmetic: Float32) -> None:
+        gemms, exact = optimizer.gemms, optimizer.options.exact
         self.made_for = frames, arithmetic
-        self.precondition = arithmetic.precondition_exactly if exact else arithmetic.precondition
-        new = partial(torch.zeros, dtype=torch.float32, device=device)
-        self.parts: dict[int, _PartMemory] = {}
+        new = partial(torch.zeros, dtype=torch.float32, device=optimizer.network.parameters.device)
+        self.sides: dict[int, tuple[Side, Side]] = {}
+        largest = max((gemm.rows * gemm.fan_out for gemm in gemms.values()), default=0)
+        float32_grad = new(frames * largest) if arithmetic.casts else None
         # Parts with as many rows per frame have their norms in one piece: [0] inputs, [1] derivatives; (2, parts, N).
         # The last tensor has what the learning rate is multiplied by, (parts,).
         self._groups: list[tuple[int, list[int], Tensor, Tensor, Tensor]] = []
         for rows in dict.fromkeys(gemm.rows for gemm in gemms.values()):
-            numbers = [k for k, gemm in gemms.items() if gemm.rows == rows]
-            before, after = new(2, 2, len(numbers), rows * frames).unbind()
-            of_rates = torch.tensor([coefs[k] for k in numbers], dtype=torch.float32, device=device)
+            numbers, total = [k for k, gemm in gemms.items() if gemm.rows == rows], rows * frames
+            before, after = new(2, 2, len(numbers), total).unbind()
+            of_rates = new(len(numbers)).copy_(torch.tensor([optimizer.coefs[k] for k in numbers]))
             self._groups.append((rows, numbers, before, after, of_rates))
             for n, k in enumerate(numbers):
-                columns = gemms[k].fan_in + 1
-                inputs = new(rows * frames, -(-columns // 16) * 16)[:, :columns]  # GEMMs want their rows aligned
-                bias_input = new(rows * frames, dtype=arithmetic.bias_input_dtype)
-                self.parts[k] = _PartMemory(inputs, bias_input, before[0, n], after[0, n], before[1, n], after[1, n])
-        largest = max((gemm.rows * gemm.fan_out for gemm in gemms.values()), default=0)
-        self.float32_grad = new(frames * largest if arithmetic.casts else 0)
+                columns, fan_out = gemms[k].fan_in + 1, gemms[k].fan_out
+                inputs = new(total, -(-columns // 16) * 16)[:, :columns]  # GEMMs want their rows aligned
+                grads = None if float32_grad is None else float32_grad[: total * fan_out].view(total, fan_out)
+                bias_column = new(total, dtype=arithmetic.bias_input_dtype)
+                x_hat = arithmetic.projection(inputs, before[0, n], after[0, n], bias_column, exact=exact)
+                y_hat = arithmetic.projection(grads, before[1, n], after[1, n], exact=exact)
+                of_x, of_y = optimizer.preconditioners_of[k]
+                self.sides[k] = Side(of_x, x_hat), Side(of_y, y_hat)
 
     def scales(self, lr: float, max_change: float) -> Iterator[tuple[list[int], Tensor]]:
         """Parts and their gamma_in gamma_out kappa, from the norms before and after preconditioning."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class Sgd:
     minibatch 256 is 2.048 on the mean gradient. Parameters with a learning rate coefficient of their own have g scaled
     by it; which of them have l2 and momentum, their layer says.
 
-    NG-SGD is the same step along another direction: it overrides `fill_gradient` alone.
+    NG-SGD is the same step along another direction: it overrides `prepare` and `fill_gradient`.
 
     Attributes:
         network: whose parameters are updated.
@@ -86,30 +86,34 @@ class Sgd:
     def step(self, workspace: Workspace, lr: float, average: Callable[[Tensor], None] | None = None) -> None:
         """One update from the layer inputs and output derivatives of a minibatch, after its backward pass. `average`:
         what workers that average gradients do with theirs, in place, before it is applied."""
-        one_worker_lr = lr / self.included_lr_scale
-        if average is None and self.updates_by_layer(workspace):
-            for i, factor in self.fill_gradient(workspace, one_worker_lr, workspace.layer_gradients):
+        self.prepare(workspace, lr / self.included_lr_scale)
+        by_layer = average is None and self.updates_by_layer(workspace)
+        views = workspace.layer_gradients or self._views
+        for i in self.trainable:
+            factor = self.fill_gradient(i, workspace, views[i])
+            if by_layer:
                 self.update_layer(i, workspace, lr, factor)
+                continue
+            for part in views[i].values() if factor != 1.0 else ():
+                part.mul_(factor)
+            self.collect_gradient(i, workspace)
+        if by_layer:
             workspace.copy_updated()
         else:
-            views = workspace.layer_gradients or self._views
-            for i, factor in self.fill_gradient(workspace, one_worker_lr, views):
-                for part in views[i].values() if factor != 1.0 else ():
-                    part.mul_(factor)
-                self.collect_gradient(i, workspace)
             if average is not None:
                 average(self.gradient)
             self.update(lr, frames=len(workspace.x))
         if any([self.network.layers[i].after_update(self.network.views[i]) for i in self.trainable]):
             self.network.parameters_changed()
 
-    def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[tuple[int, float]]:
-        """Fills one trainable layer's part of `out` after another, of the arithmetic's `gradient_dtype`, with what the
-        step goes along, but for the factor that it yields with the layer's number; they may share their memory, as each
-        is used before the next is asked for. `lr`: of one worker."""
-        for i in self.trainable:
-            workspace.layer_gradient(i, out[i])
-            yield i, 1.0
+    def prepare(self, workspace: Workspace, lr: float) -> None:
+        """What a step does once for all layers, before their gradients; `lr`: of one worker."""
+
+    def fill_gradient(self, i: int, workspace: Workspace, out: Views) -> float:
+        """out, of the arithmetic's `gradient_dtype`, <- what the step of the trainable layer `i` goes along, but for the
+        factor that is returned. The layers may share the memory of `out`: each is used before the next is filled."""
+        workspace.layer_gradient(i, out)
+        return 1.0
 
     def collect_gradient(self, i: int, workspace: Workspace) -> None:
         """The part of layer `i` in `gradient` <- what the workspace has computed in a type of its own."""

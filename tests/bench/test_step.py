@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddnn.bench import step
 from ddnn.bench.task import Shape, random_task
 from ddnn.data.batches import Batch
-from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
+from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
 from ddnn.nn.layers import check_layers, mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace
+from ddnn.nn.products import matmul_out
 from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.report import figures
 from ddnn.training.step import EagerStep, Sums
@@ -79,7 +80,7 @@ def test_rounds_have_an_update_of_a_settled_training(monkeypatch: pytest.MonkeyP
     """Of NG-SGD in bf16 as many steps as there are from one update to the next, or it is a matter of chance."""
     monkeypatch.setattr(step, "NETWORKS", {"tiny": Shape(1, 8, 5, 16)})
     begun, updated, rounds = set[int](), set[int](), list[tuple[int, int]]()
-    begin, timed = NaturalGradient.begin, step.seconds_per_call
+    begin, timed = NaturalGradient.begin_minibatch, step.seconds_per_call
 
     def begins(self: NaturalGradient, *of: Any) -> bool:
         updates = begin(self, *of)
@@ -93,7 +94,7 @@ def test_rounds_have_an_update_of_a_settled_training(monkeypatch: pytest.MonkeyP
         rounds.append((len(begun), len(updated)))
         return took
 
-    monkeypatch.setattr(NaturalGradient, "begin", begins)
+    monkeypatch.setattr(NaturalGradient, "begin_minibatch", begins)
     monkeypatch.setattr(step, "seconds_per_call", counted)
     step.run_bench(("tiny",), "cpu", seconds=0.01, precisions=("bf16",))
     of_ng_sgd = [(steps, updates) for steps, updates in rounds[-6 * step.MIN_ROUNDS :] if updates]

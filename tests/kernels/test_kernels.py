@@ -265,8 +265,8 @@ def test_remove_projection(
     of_w = projection(min(rank, dim), dim, seed)
     x, w, j = Guarded(values), Guarded(of_w), unfilled(*of_w.shape, dtype=F32)
     before, after, last = (unfilled(rows, dtype=F32) for _ in range(3))
-    norms = before.tensor, after.tensor
-    kernels().remove_projection_(x.tensor, w.tensor, *norms, last.tensor if one else None, j.tensor if learns else None)
+    found = {"after": after.tensor, "last": last.tensor if one else None, "j": j.tensor if learns else None}
+    kernels().remove_projection_(x.tensor, w.tensor, before=before.tensor, **found)
     wide, h, exact, error = removed(values, one, of_w)
     assert_norms(before.tensor, wide.float())
     finite = wide.isfinite().all(1)
@@ -300,8 +300,9 @@ def test_remove_projection_as_pytorch_does(rows: int, columns: int, one: bool, r
     w, found = projection(min(rank, dim), dim, seed), []
     for arithmetic in (BFloat16Kernels(kernels()), BFloat16(torch.device("cpu"))):
         x, (before, after, last) = values.clone(), torch.full((3, rows), float("nan"))
-        by, made = Removing(w), torch.empty(rows, dim)
-        assert arithmetic.precondition(by, x, made, before, after, last if one else None) is x
+        of_rows = arithmetic.projection(torch.empty(rows, dim), before, after, last if one else None)
+        of_rows.project(x, w)
+        assert of_rows.remove(w) is x
         found.append((x.float(), before, after, last if one else before))
     error = 2 * removed(values, one, w)[3]
     by_kernel, plain = found
@@ -311,19 +312,33 @@ def test_remove_projection_as_pytorch_does(rows: int, columns: int, one: bool, r
     assert ((by_kernel[2] - plain[2]).abs() <= slack).all() and ((by_kernel[3] - plain[3]).abs() <= slack + 1e-2).all()
 
 
-class Removing:
-    """A preconditioner that learns nothing."""
-
-    def __init__(self, w: Tensor) -> None:
-        self.w, self.j = w, torch.empty_like(w)
-
-    def begin(self, *_: object) -> bool:
-        return False
-
-    def apply(self, x: Tensor, before: Tensor) -> None:
-        raise AssertionError
-
-    learn_from_j = learn = apply
+@SETTINGS
+@given(**REMOVED, dtype=DTYPES, learns=st.booleans())
+def test_a_projection_in_two_calls_is_that_in_one(
+    rows: int, columns: int, one: bool, rank: int, seed: int, dtype: torch.dtype, learns: bool
+) -> None:
+    """To the same bits; the first call leaves the rows as they are."""
+    values, dim = noise((rows, columns), "normal", seed, dtype), columns + one
+    w, results = projection(min(rank, dim), dim, seed), []
+    for fused in (True, False):
+        x, j, (before, after, last) = (
+            Guarded(values),
+            unfilled(*w.shape, dtype=F32),
+            torch.full((3, rows), float("nan")),
+        )
+        h = unfilled(rows, len(w), dtype=F32)
+        found = {"after": after, "last": last if one else None, "j": j.tensor if learns else None}
+        if fused:
+            kernels().remove_projection_(x.tensor, w, before=before, **found)
+        else:
+            kernels().remove_projection_(x.tensor, w, before=before, h=h.tensor)
+            assert x.unchanged and h.intact
+            kernels().remove_projection_(x.tensor, w, h=h.tensor, **found)
+        assert x.intact and (j.intact if learns else j.unchanged)
+        results.append([x.tensor, before, after, last if one else before, j.tensor if learns else before])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    wide, in_float64, *_ = removed(values, one, w)
+    assert ((h.tensor - in_float64).abs() <= (dim + 4) * UNIT * (wide.abs() @ (1.01 * w.double().abs().T)) + TINY).all()
 
 
 @SETTINGS
@@ -335,7 +350,7 @@ def test_a_row_does_not_depend_on_those_beside_it(
     w, results = projection(min(rank, dim), dim, seed), []
     for n in (rows + more, rows):
         x, (before, after, last) = values[:n].clone(), torch.zeros(3, n)
-        kernels().remove_projection_(x, w, before, after, last if one else None, None)
+        kernels().remove_projection_(x, w, before=before, after=after, last=last if one else None)
         results.append([part[:rows] for part in (x, before, after, last)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -348,10 +363,10 @@ def test_threads_have_memory_of_their_own() -> None:
     def work(rank: int) -> None:
         w, (before, after) = projection(rank, 440, rank), torch.zeros(2, 256)
         first = x.clone()
-        kernels().remove_projection_(first, w, before, after, None, None)
+        kernels().remove_projection_(first, w, before=before, after=after)
         for _ in range(400):
             again = x.clone()
-            kernels().remove_projection_(again, w, before, after, None, None)
+            kernels().remove_projection_(again, w, before=before, after=after)
             wrong.append(not torch.equal(again, first))
 
     threads = [Thread(target=work, args=(rank,)) for rank in (20, 40)]
@@ -605,6 +620,9 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Kernels], object]]] = {
         ValueError,
         lambda k: k.bf16_to_float32_rows(low(3, 2, 4), torch.zeros(3, 2), torch.zeros(3)),
     ),
+    "remove an H of fewer rows": (ValueError, lambda k: remove(k, before=None, h=torch.zeros(2, 2))),
+    "remove no H": (ValueError, lambda k: remove(k, before=None)),
+    "project to nowhere": (ValueError, lambda k: remove(k, after=None)),
     "remove from float64": (TypeError, lambda k: remove(k, x=torch.zeros(3, 4).double())),
     "remove from columns in float32": (TypeError, lambda k: remove(k, x=torch.zeros(3, 5)[:, :4])),
     "remove from columns": (TypeError, lambda k: remove(k, x=low(3, 5)[:, :4])),

@@ -21,7 +21,7 @@ from ddnn.nn.acoustic_model import AcousticModel, to_nnet1
 from ddnn.nn.arithmetic import Float32, make_arithmetic
 from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, Pooling
 from ddnn.nn.elementwise import Activation
-from ddnn.nn.layer import Gemm, Layer, Params
+from ddnn.nn.layer import Gemm, Layer, LayerCall, Params
 from ddnn.nn.layers import Affine, layer_from_config
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
@@ -119,12 +119,13 @@ def run(layer: Layer, x: Tensor, d: Tensor, parameters: Tensor, a: Float32 | Non
     saved = {name: torch.full((len(x), *shape), math.nan, dtype=a.dtype) for name, shape in layer.saved.items()}
     x, grad = x.to(a.dtype), d.to(a.dtype).clone()
     y, grad_x = torch.full((len(x), layer.output_dim), math.nan, dtype=a.dtype), torch.full_like(x, math.nan)
-    layer.forward(a, p, x, y, saved)
-    layer.backward(a, p, x, y, grad, grad_x, saved)
+    call = LayerCall(layer, a, p, x, y, grad, grad_x, saved)
+    layer.forward(call)
+    layer.backward(call)
     gradient = torch.full((layer.num_parameters,), math.nan, dtype=a.gradient_dtype)
     if layer.num_parameters:
-        layer.gradient(a, x, grad, saved, layer.views(gradient))
-    layer.backward(a, p, x, y, grad, None, saved)  # the first layer's
+        layer.gradient(call, layer.views(gradient))
+    layer.backward(call._replace(grad_x=None))  # the first layer's
     return y, grad_x, gradient
 
 

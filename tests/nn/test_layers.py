@@ -16,7 +16,7 @@ from ddnn.data.batches import Batch
 from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.nn.acoustic_model import AcousticModel, load_model, model_config, model_from_config, save_model, to_nnet1
-from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
+from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
 from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
 from ddnn.nn.elementwise import Activation
 from ddnn.nn.layer import Layer
@@ -32,6 +32,7 @@ from ddnn.nn.layers import (
 )
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import bf16_error
+from ddnn.nn.products import matmul_out
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.step import EagerStep
@@ -245,8 +246,10 @@ def test_what_natural_gradient_takes_is_counted() -> None:
     made = network_of("toy")
     optimizer = NgSgd(made, options)
     train(made, optimizer, "float32", 1)
-    states = sum(one.w.nbytes + one.j.nbytes + one._h.nbytes for one in optimizer.preconditioners)
-    rows = sum(one.inputs[:, :-1].numel() * 4 for one in optimizer._memory.parts.values())
+    sides = optimizer._memory.sides.values()
+    states = sum(one.w.nbytes + one.j.nbytes for one in optimizer.preconditioners)
+    states += sum(side.rows.h.nbytes for pair in sides for side in pair)
+    rows = sum(inputs.rows.scratch[:, :-1].numel() * 4 for inputs, _ in sides)
     assert states + rows <= options.num_bytes(made.layers, 32) <= 4 * (states + rows)
     assert SgdOptions().num_bytes(made.layers, 32) == 0
 

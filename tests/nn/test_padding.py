@@ -13,9 +13,10 @@ from twins import batch_of, biases, cross_entropy_step, random_minibatch, weight
 from ddnn.bench.step import matrix_products
 from ddnn.bench.task import Shape, random_task
 from ddnn.data.batches import ShuffledSampler
-from ddnn.nn.arithmetic import BFloat16, Float32, make_arithmetic, matmul_out
+from ddnn.nn.arithmetic import BFloat16, Float32, make_arithmetic
 from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.nn.products import matmul_out
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import SgdOptions
 from ddnn.training.step import EagerStep

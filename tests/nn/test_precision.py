@@ -25,23 +25,23 @@ from ddnn.bench import step
 from ddnn.bench.task import RandomTask, Shape, random_task
 from ddnn.data.batches import ShuffledSampler
 from ddnn.distributed.communicator import Communicator
-from ddnn.nn import arithmetic
 from ddnn.nn import precision as module
+from ddnn.nn import products
 from ddnn.nn.acoustic_model import save_model
-from ddnn.nn.arithmetic import (
-    ONEDNN_FLOP,
-    Precision,
-    affine_out,
-    make_arithmetic,
-    matmul_out,
-    onednn_from,
-    supports_float32_output,
-)
+from ddnn.nn.arithmetic import Precision, make_arithmetic
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import allow_tf32, bf16_error, bf16_is_fast, choose_arithmetic
-from ddnn.nn.processor import Processor, processor
+from ddnn.nn.products import (
+    ONEDNN_FLOP,
+    Processor,
+    affine_out,
+    matmul_out,
+    onednn_from,
+    processor,
+    supports_float32_output,
+)
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.step import EagerStep
@@ -236,7 +236,7 @@ def by_cpuinfo(text: str | None, root: Path, monkeypatch: pytest.MonkeyPatch) ->
         (root / "proc/cpuinfo").write_text(text)
     found = processor(root)
     monkeypatch.setattr(module, "processor", lambda: found)
-    monkeypatch.setattr(arithmetic, "processor", lambda: found)
+    monkeypatch.setattr(products, "processor", lambda: found)
     monkeypatch.setattr(module, "pytorch_has_amx", lambda: True)
 
 
@@ -304,7 +304,7 @@ torch.set_num_threads(1)
 from ddnn.nn import precision
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, initialize
-from ddnn.nn.processor import Processor
+from ddnn.nn.products import Processor
 network = Network(mlp_layers(440, 4, 512, 616, "sigmoid"))
 initialize(network, 1)
 
@@ -446,7 +446,7 @@ def test_tf32_is_off_unless_asked() -> None:
 
 def onednn_product_exists() -> bool:
     try:
-        arithmetic.onednn_product(torch.ones(2, 3), torch.ones(4, 3))
+        products.onednn_product(torch.ones(2, 3), torch.ones(4, 3))
     except (AttributeError, RuntimeError):
         return False
     return True
@@ -458,11 +458,11 @@ def test_products_by_onednn_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) 
     made = torch.Generator().manual_seed(1)
     x, d = torch.randn(50, 34, generator=made)[:, :30], torch.randn(50, 20, generator=made)
     weight, bias = torch.randn(20, 30, generator=made), torch.randn(20, generator=made)
-    results, by_onednn, product = list[list[torch.Tensor]](), list[None](), arithmetic.onednn_product
+    results, by_onednn, product = list[list[torch.Tensor]](), list[None](), products.onednn_product
     counted = lambda *factors: by_onednn.append(None) or product(*factors)  # noqa: E731
-    monkeypatch.setattr(arithmetic, "onednn_product", counted)
+    monkeypatch.setattr(products, "onednn_product", counted)
     for least in (math.inf, 0.0):
-        monkeypatch.setattr(arithmetic, "onednn_from", lambda dtype, device, least=least: least)
+        monkeypatch.setattr(products, "onednn_from", lambda dtype, device, least=least: least)
         wide = torch.full((50, 40), 7.0)
         outs = [wide[:, :20], torch.empty(50, 30), torch.empty(20, 30), torch.empty(50, 20)]
         matmul_out(x, weight.t(), outs[0])
@@ -482,7 +482,7 @@ def test_products_by_onednn_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) 
 def test_onednn_multiplies_with_matrices_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied where they have gaps, in the order that they have; with them it takes 2 s for 1 ms."""
     wide, given = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)), list[torch.Tensor]()
-    monkeypatch.setattr(arithmetic, "onednn_from", lambda dtype, device: 0.0)
+    monkeypatch.setattr(products, "onednn_from", lambda dtype, device: 0.0)
     fake = SimpleNamespace(_linear_pointwise=lambda x, w, *rest: given.append(w) or x @ w.t())
     monkeypatch.setattr(torch.ops, "mkldnn", fake)
     factors = (wide, wide.t(), wide[:, :4], wide[:, :4].t(), wide[::2], wide[:, ::2])
@@ -509,18 +509,18 @@ def test_onednn_is_for_large_float32_products_where_it_is_right(monkeypatch: pyt
     assert choose(torch.float32, CPU, known) == math.inf
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "default")
     assert choose(torch.float32, CPU, known) == ONEDNN_FLOP
-    product = arithmetic.onednn_product
+    product = products.onednn_product
     rounded = lambda x, w, b: product(x, w, b).bfloat16().float()  # noqa: E731
     for wrong in (rounded, lambda x, w, b: product(x, w), lambda x, w, b: torch.ops.mkldnn.there_is_none(x)):
-        monkeypatch.setattr(arithmetic, "onednn_product", wrong)
+        monkeypatch.setattr(products, "onednn_product", wrong)
         assert choose(torch.float32, CPU, known) == math.inf
 
 
 def test_small_products_are_torchs_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 m n k operations count."""
-    monkeypatch.setattr(arithmetic, "onednn_from", lambda dtype, device: 2.0 * 5 * 6 * 7)
+    monkeypatch.setattr(products, "onednn_from", lambda dtype, device: 2.0 * 5 * 6 * 7)
     by_onednn = []
-    monkeypatch.setattr(arithmetic, "onednn_product", lambda x, w, b=None: by_onednn.append(x.shape) or x @ w.t())
+    monkeypatch.setattr(products, "onednn_product", lambda x, w, b=None: by_onednn.append(x.shape) or x @ w.t())
     for frames in (4, 5):
         x, w = torch.ones(frames, 6), torch.ones(7, 6)
         matmul_out(x, w.t(), torch.empty(frames, 7))

@@ -77,7 +77,7 @@ def test_what_is_above_frozen_layers_is_trained_as_if_it_were_the_network(name: 
     _, alone = train(upper, OPTIONS[name], below.forward().clone())
     torch.testing.assert_close(made.parameters[below.network.num_parameters :], upper.parameters, rtol=1e-5, atol=1e-6)
     if isinstance(optimizer, NgSgd):
-        assert list(optimizer.input_preconditioners) == list(range(frozen, 4))
+        assert list(optimizer.preconditioners_of) == list(range(frozen, 4))
         assert len(optimizer.preconditioners) == len(alone.preconditioners) == 2 * (4 - frozen)
     assert optimizer.state_dict().keys() == alone.state_dict().keys()
     for i, grad in enumerate(workspace.grad_outputs):

@@ -14,7 +14,7 @@ from torch import Tensor
 from twins import Matrix, NaturalGradientTwin, kernels_for
 
 from ddnn.nn.arithmetic import make_arithmetic
-from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
+from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, Side, gammas, max_change_factor
 from ddnn.util.errors import DataError, UserError
 
 
@@ -22,8 +22,8 @@ def precondition(ng: NaturalGradient, x: Tensor, kernels: bool = False) -> Tenso
     """Turns x into X^ in place, and returns gamma; as a training in float32 does it where there are compiled kernels, or
     exactly."""
     before, after = torch.empty(2, len(x))
-    arithmetic = make_arithmetic("float32", x.device, use_kernels=kernels)
-    assert arithmetic.precondition(ng, x, x, before, after) is x
+    rows = make_arithmetic("float32", x.device, use_kernels=kernels).projection(None, before, after)
+    assert Side(ng, rows).precondition(x) is x
     return gammas(before, after)
 
 
@@ -275,8 +275,6 @@ def test_max_change_of_no_step_and_of_nan() -> None:
     assert max_change_factor(zero, zero, one, 0.1, 0.075) == 1.0
     assert max_change_factor(zero, zero, one, 0.0, 0.075) == 1.0
     assert torch.isnan(max_change_factor(zero * float("nan"), zero, one, 0.1, 0.075))
-    with pytest.raises(ValueError, match="max_change"):
-        max_change_factor(zero, zero, one, 0.1, 0.0)
 
 
 @pytest.mark.parametrize(("history", "rows_rank"), [(20.0, 30), (200.0, 6)])

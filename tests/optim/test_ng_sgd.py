@@ -13,7 +13,7 @@ from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
 from ddnn.nn.elementwise import Scale
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace, initialize
-from ddnn.optim.natural_gradient import SETTLED, NaturalGradient, NaturalGradientOptions, gammas
+from ddnn.optim.natural_gradient import SETTLED, NaturalGradient, NaturalGradientOptions, Side, gammas
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
 
 LAYERS = (
@@ -138,7 +138,7 @@ def fast(request: pytest.FixtureRequest) -> Float32:
     return make_arithmetic(precision, torch.device("cpu"), use_kernels=use_kernels)
 
 
-class Side:
+class Rows:
     """One side of a layer in bf16: a preconditioner, with a minibatch after another, of which a few directions have most
     of the variance."""
 
@@ -150,28 +150,27 @@ class Side:
         rows = [64] * 20 + [17] + [64] * 10
         self.data = [(torch.randn(n, columns, generator=generator) @ mix + 0.3).bfloat16() for n in rows]
 
-    def feed(self, precondition: Any, x: Tensor) -> Tensor:
-        """gamma X^, in float32, with the column that 1 has become."""
-        x, made, (before, after, last) = (
-            x.to(precondition.__self__.dtype, copy=True),
+    def feed(self, arithmetic: Float32, x: Tensor, **how: bool) -> Tensor:
+        """gamma X^, in float32, with the column that 1 has become; `how`: `exact`, `fused`."""
+        x, scratch, (before, after, last) = (
+            x.to(arithmetic.dtype, copy=True),
             torch.empty(len(x), self.dim),
             torch.zeros(3, len(x)),
         )
-        out = precondition(self.ng, x, made, before, after, last if self.one else None)
+        rows = arithmetic.projection(scratch, before, after, last if self.one else None, **how)
+        out = Side(self.ng, rows).precondition(x)
         whole = torch.cat([out.float(), last[:, None]], dim=1) if self.one else out.float()
         return whole * gammas(before, after)
 
-    def run(self, precondition: Any) -> list[Tensor]:
-        return [self.feed(precondition, x) for x in self.data]
+    def run(self, arithmetic: Float32, **how: bool) -> list[Tensor]:
+        return [self.feed(arithmetic, x, **how) for x in self.data]
 
 
 @pytest.mark.parametrize(("columns", "one", "rank"), SIDES)
 def test_preconditioning_in_bf16_is_near_that_in_float32(fast: Float32, columns: int, one: bool, rank: int) -> None:
-    exact, found = Side(columns, one, rank), Side(columns, one, rank)
+    exact, found = Rows(columns, one, rank), Rows(columns, one, rank)
     rounding = 1.0 if fast.precision == "bf16" else 1e-3
-    for x, wanted, made in zip(
-        exact.data, exact.run(fast.precondition_exactly), found.run(fast.precondition), strict=True
-    ):
+    for x, wanted, made in zip(exact.data, exact.run(fast, exact=True), found.run(fast), strict=True):
         assert (made - wanted).norm() <= 0.006 * rounding * wanted.norm()
         plain = torch.cat([x.float(), torch.ones(len(x), int(one))], dim=1)
         assert (plain - wanted).norm() > 0.2 * wanted.norm(), "nothing is taken away, and nothing compared"
@@ -185,13 +184,13 @@ def test_preconditioning_in_bf16_is_near_that_in_float32(fast: Float32, columns:
 def test_a_mean_that_all_rows_have_keeps_what_rounding_could_take(fast: Float32) -> None:
     """As behind sigmoids: of the mean less than 2 % is left, and it decides the step of a bias. Were all factors
     just rounded, with the same error in all rows, 9 % of it would be wrong; and so the 1 that is appended."""
-    exact, found = Side(400, True, 20), Side(400, True, 20)
+    exact, found = Rows(400, True, 20), Rows(400, True, 20)
     generator = torch.Generator().manual_seed(2)
     own = 0.3 + 0.4 * torch.rand(400, generator=generator)
     data = [(own + 0.05 * torch.randn(64, 400, generator=generator)).bfloat16() for _ in range(12)]
     wrong = []
     for x in data:
-        wanted, made = exact.feed(fast.precondition_exactly, x).mean(0), found.feed(fast.precondition, x).mean(0)
+        wanted, made = exact.feed(fast, x, exact=True).mean(0), found.feed(fast, x).mean(0)
         wrong.append(
             torch.stack([(made - wanted).norm() / wanted.norm(), (made - wanted)[-1].abs() / wanted[-1].abs()])
         )
@@ -200,14 +199,16 @@ def test_a_mean_that_all_rows_have_keeps_what_rounding_could_take(fast: Float32)
 
 @pytest.mark.parametrize(("columns", "one", "rank"), SIDES)
 def test_exactly_is_in_float32_and_then_rounded(bf16: Float32, columns: int, one: bool, rank: int) -> None:
-    side, twin = Side(columns, one, rank), NaturalGradient(columns + one, NaturalGradientOptions(rank))
+    side, twin = Rows(columns, one, rank), NaturalGradient(columns + one, NaturalGradientOptions(rank))
     for x in side.data:
         wide, x = torch.cat([x.float(), torch.ones(len(x), int(one))], dim=1), x.clone()
         padded = torch.zeros(len(x), 48)[:, : columns + one].copy_(wide)
         made, (before, after, last) = torch.zeros(len(x), 48)[:, : columns + one], torch.zeros(3, len(x))
-        found = bf16.precondition_exactly(side.ng, x, made, before, after, last if one else None)
+        found = Side(side.ng, bf16.projection(made, before, after, last if one else None, exact=True)).precondition(x)
         torch.testing.assert_close(before, wide.norm(dim=1), rtol=1e-6, atol=0.0)
-        twin.apply(padded, before)
+        in_float32 = Float32().projection(None, *torch.empty(2, len(x)))
+        in_float32.arithmetic.load_rows = lambda *_: in_float32.before.copy_(before)  # type: ignore[method-assign]  # noqa: B023
+        Side(twin, in_float32).precondition(padded)
         assert found is x and torch.equal(found, padded[:, :columns].bfloat16())
         torch.testing.assert_close(after, padded.norm(dim=1), rtol=1e-6, atol=0.0)
         assert not one or torch.equal(last.bfloat16(), padded[:, columns].bfloat16())
@@ -216,32 +217,32 @@ def test_exactly_is_in_float32_and_then_rounded(bf16: Float32, columns: int, one
 
 @pytest.mark.parametrize("at", [0, 1, 7, 11, 14, 15])
 def test_bf16_resumes_to_the_same_bits(fast: Float32, at: int) -> None:
-    side, other = Side(40, True, 5), Side(40, True, 5)
+    side, other = Rows(40, True, 5), Rows(40, True, 5)
     for x in side.data[:at]:
-        side.feed(fast.precondition, x)
+        side.feed(fast, x)
     other.ng.load_state_dict(side.ng.state_dict())
     for x in side.data[at:]:
-        assert torch.equal(side.feed(fast.precondition, x), other.feed(fast.precondition, x))
+        assert torch.equal(side.feed(fast, x), other.feed(fast, x))
     assert all(torch.equal(value, other.ng.state_dict()[name]) for name, value in side.ng.state_dict().items())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 3, 11])
 def test_in_bf16_what_is_not_finite_shows_and_does_not_stay(fast: Float32, bad: float, at: int) -> None:
-    side, clean = Side(40, True, 5), Side(40, True, 5)
+    side, clean = Rows(40, True, 5), Rows(40, True, 5)
     for x in side.data[:at]:
-        assert torch.equal(side.feed(fast.precondition, x), clean.feed(fast.precondition, x))
+        assert torch.equal(side.feed(fast, x), clean.feed(fast, x))
     state = {name: value for name, value in side.ng.state_dict().items() if name != "t"}
     broken = side.data[at].clone()
     broken[3, 4] = bad
-    assert not side.feed(fast.precondition, broken).isfinite().any()
+    assert not side.feed(fast, broken).isfinite().any()
     assert all(torch.equal(value, side.ng.state_dict()[name]) for name, value in state.items())
 
 
 def test_no_rows_and_one_column_in_bf16(fast: Float32) -> None:
     for columns, one, n in ((1, False, 5), (40, True, 0), (40, False, 0)):
-        side, x = Side(columns, one, 5), torch.randn(n, columns).bfloat16()
-        assert torch.equal(side.feed(fast.precondition, x)[:, :columns], x.float())
+        side, x = Rows(columns, one, 5), torch.randn(n, columns).bfloat16()
+        assert torch.equal(side.feed(fast, x)[:, :columns], x.float())
         assert side.ng.t == 0
 
 
@@ -250,10 +251,10 @@ def test_the_option_says_how_bf16_is_preconditioned(
     bf16: Float32, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step with the option is, to the bit, one of an arithmetic that knows no other way."""
-    moved = []
+    moved, projection = [], bf16.projection
     for only in (False, True):
         if only:
-            monkeypatch.setattr(bf16, "precondition", bf16.precondition_exactly, raising=False)
+            monkeypatch.setattr(bf16, "projection", lambda *memory, exact: projection(*memory, exact=True))
         made, generator = network(4)
         optimizer, workspace = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, exact=exact)), Workspace(made, 20, bf16)
         for _ in range(3):

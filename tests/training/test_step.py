@@ -167,7 +167,7 @@ def test_a_graph_trains_as_the_eager_step_does(kind: Kind, monkeypatch: pytest.M
     assert torch.equal(other.network.parameters, plain.network.parameters)
 
     replaying, updates = False, []
-    start, finish, replay = NaturalGradient._start_update, NaturalGradient.finish_update, graph.replay
+    start, finish, replay = NaturalGradient.update_from_rows, NaturalGradient.finish_update, graph.replay
 
     def started(self: NaturalGradient, *args: Any) -> None:
         updates.append(replaying)
@@ -184,7 +184,7 @@ def test_a_graph_trains_as_the_eager_step_does(kind: Kind, monkeypatch: pytest.M
         replay()
         replaying = False
 
-    monkeypatch.setattr(NaturalGradient, "_start_update", started)
+    monkeypatch.setattr(NaturalGradient, "update_from_rows", started)
     monkeypatch.setattr(NaturalGradient, "finish_update", finished)
     monkeypatch.setattr(graph, "replay", replayed)
     graph.replays = graph.captures = 0

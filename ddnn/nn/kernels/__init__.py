@@ -28,9 +28,9 @@ _ARGUMENTS = {
     "ddnn_column_sums": [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER],
     "ddnn_bf16_to_float32_rows": [_POINTER, *[_COUNT] * 2, _POINTER, _COUNT, ctypes.c_int, _POINTER],
     "ddnn_float32_to_bf16_rows": [_POINTER, *[_COUNT] * 3, *[_POINTER] * 3],
-    "ddnn_precondition": [_POINTER, *[_COUNT] * 2, _POINTER, *[_COUNT] * 2, *[_POINTER] * 5],
+    "ddnn_precondition": [_POINTER, *[_COUNT] * 2, _POINTER, *[_COUNT] * 2, *[_POINTER] * 6],
     "ddnn_precondition_memory": [_COUNT] * 3,
-    "ddnn_precondition_float32": [_POINTER, *[_COUNT] * 2, _POINTER, *[_COUNT] * 2, *[_POINTER] * 5],
+    "ddnn_precondition_float32": [_POINTER, *[_COUNT] * 2, _POINTER, *[_COUNT] * 2, *[_POINTER] * 6],
     "ddnn_precondition_float32_memory": [_COUNT] * 3,
     "ddnn_cross_entropy": [_POINTER, _POINTER, _COUNT, _COUNT, _POINTER, ctypes.POINTER(ctypes.c_double), _POINTER],
     "ddnn_sgd_update": [_POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _FLOAT],
@@ -135,24 +135,38 @@ class Kernels:
         self._library.ddnn_float32_to_bf16_rows(*pointers)
 
     def remove_projection_(
-        self, x: Tensor, w: Tensor, before: Tensor, after: Tensor, last: Tensor | None, j: Tensor | None
+        self,
+        x: Tensor,
+        w: Tensor,
+        *,
+        before: Tensor | None = None,
+        after: Tensor | None = None,
+        last: Tensor | None = None,
+        j: Tensor | None = None,
+        h: Tensor | None = None,
     ) -> None:
-        """X <- X - (X W^T) W, for x in bf16 of W and X W^T rounded to bf16, summed in float32 and rounded. X is x (rows,
-        columns) bf16 or float32 and, where `last` (rows,) float32 is given, a further column of ones, of which last gets
-        what becomes of it. w (rank, columns of X) float32. before, after (rows,) float32 <- the norms of the rows of X,
-        unrounded; j (rank, columns of X) float32 <- (X W^T)^T X, where it is given. Plain: `BFloat16.precondition`,
-        `Float32.precondition_exactly`."""
+        """X <- X - H W, H = X W^T, for x in bf16 of W and H rounded to bf16, summed in float32 and rounded. X is x (rows,
+        columns) bf16 or float32 and, where w (rank, columns of X) float32 has one more column, a column of ones, of which
+        `last` (rows,) float32 gets what becomes of it. before, after (rows,) float32 <- the norms of the rows of X,
+        unrounded; j (rank, columns of X) float32 <- H^T X, where it is given. In two calls: without `after` only h (rows,
+        rank) float32 <- H; without `before` H is read from h. Plain: `RoundedProjection`, `Projection` of
+        `ddnn.nn.arithmetic`."""
         (rows, columns), rank = x.shape, w.shape[0]
-        one = last is not None
+        one = w.shape[1] == columns + 1 if after is None else last is not None
         _check(torch.float32 if x.dtype is torch.float32 else torch.bfloat16, x.shape, x)
         _check(torch.float32, (rank, columns + one), w, j)
         _check(torch.float32, (rows,), before, after, last)
+        _check(torch.float32, (rows, rank), h)
+        if h is None and (before is None or after is None):
+            raise ValueError("no memory for the projection of rows from which it is not removed in the same call")
         precondition, memory_of = self._precondition[x.dtype]
         scratch, needed = self._scratch, memory_of(columns, one, rank)
         if scratch.memory.numel() < needed:
             scratch.memory = torch.empty(needed, dtype=torch.uint8)
-        given = (x.data_ptr(), rows, columns, w.data_ptr(), rank, columns + one, before.data_ptr(), after.data_ptr())
-        precondition(*given, _pointer(last), _pointer(j), scratch.memory.data_ptr())
+        tensors = map(_pointer, (h, before, after, last, j))
+        precondition(
+            x.data_ptr(), rows, columns, w.data_ptr(), rank, columns + one, *tensors, scratch.memory.data_ptr()
+        )
 
     def cross_entropy(self, activations: Tensor, labels: Tensor, derivative: Tensor, row: Tensor) -> tuple[float, int]:
         """Softmax and its derivative. Plain: `ddnn.nn.loss.SoftmaxCrossEntropyBFloat16`.

@@ -353,12 +353,23 @@ BF16 static void pack(const float *w, int64_t rank, int64_t dim, struct plan p, 
     }
 }
 
-/* X <- X - (X W^T) W, W rounded, X W^T rounded, sums in float32; X is x (rows, columns), with a column of ones where
+/* Of a block of n rows: whole (rows, rank), from row i on, <- h (n, width), and back, the rest of h 0. */
+FLOAT32 static void keep_projection(float *whole, int64_t rank, const float *h, int64_t width, int64_t i, int64_t n) {
+    for (int64_t k = 0; k < n; k++) __builtin_memcpy(whole + (i + k) * rank, h + k * width, (size_t)rank * 4);
+}
+
+FLOAT32 static void load_projection(const float *whole, int64_t rank, float *h, int64_t width, int64_t i, int64_t n) {
+    __builtin_memset(h, 0, (size_t)(n * width * 4));
+    for (int64_t k = 0; k < n; k++) __builtin_memcpy(h + k * width, whole + (i + k) * rank, (size_t)rank * 4);
+}
+
+/* X <- X - H W, H = X W^T, W rounded, H rounded, sums in float32; X is x (rows, columns), with a column of ones where
  * dim is columns + 1, of which `last` (rows) gets what becomes of it; w (rank, dim). before, after (rows) <- the
- * Euclidean norms of the rows of X; j (rank, dim) <- the rounded (X W^T)^T X where it is not null. memory: as
- * many bytes as ddnn_precondition_memory says. */
+ * Euclidean norms of the rows of X; j (rank, dim) <- the rounded H^T X where it is not null. Where `after` is null H is
+ * only computed, into whole_h (rows, rank), and where `before` is null it is only removed, from there; else whole_h is
+ * null. memory: as many bytes as ddnn_precondition_memory says. */
 BF16 void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const float *w, int64_t rank, int64_t dim,
-                            float *before, float *after, float *last, float *j, char *memory) {
+                            float *whole_h, float *before, float *after, float *last, float *j, char *memory) {
     const int one = dim > columns;
     const struct plan p = make_plan(columns, one, rank);
     pack(w, rank, dim, p, memory);
@@ -377,16 +388,23 @@ BF16 void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const fl
                 __m512 v = widen(lanes(columns - c), x + k * columns + c);
                 square = _mm512_fmadd_ps(v, v, square);
             }
-            before[i + k] = sqrtf(_mm512_reduce_add_ps(square) + (float)one);
+            if (before) before[i + k] = sqrtf(_mm512_reduce_add_ps(square) + (float)one);
             rest[k][0] = rest[k][1] = 0;
             if (columns % 2) rest[k][0] = x[k * columns + columns - 1];
             if (one) rest[k][columns % 2] = 0x3f80; /* 1 */
             _mm512_storeu_ps(squares[k], _mm512_setzero_ps());
         }
-        for (int64_t k = 0; k < n * p.width; k += LANES) _mm512_storeu_ps(h + k, _mm512_setzero_ps());
-        for (int64_t c = 0; c < whole; c += CHUNK)
-            project(h, p.width, x + 2 * c, columns, by_columns + c * p.width, whole - c < CHUNK ? whole - c : CHUNK, n);
-        if (p.pairs > whole) project(h, p.width, rest[0], 2, by_columns + whole * p.width, 1, n);
+        if (before) {
+            for (int64_t k = 0; k < n * p.width; k += LANES) _mm512_storeu_ps(h + k, _mm512_setzero_ps());
+            for (int64_t c = 0; c < whole; c += CHUNK)
+                project(h, p.width, x + 2 * c, columns, by_columns + c * p.width, whole - c < CHUNK ? whole - c : CHUNK, n);
+            if (p.pairs > whole) project(h, p.width, rest[0], 2, by_columns + whole * p.width, 1, n);
+            if (!after) {
+                keep_projection(whole_h, rank, h, p.width, i, n);
+                continue;
+            }
+        } else
+            load_projection(whole_h, rank, h, p.width, i, n);
         for (int64_t k = 0; k < n; k++) {
             uint16_t *to = low + k * p.low_width;
             for (int64_t m = 0; m < p.low_width; m += LANES) {
@@ -512,7 +530,7 @@ int64_t ddnn_precondition_float32_memory(int64_t columns, int64_t one, int64_t r
 
 /* As ddnn_precondition, of x and j in float32. */
 FLOAT32 void ddnn_precondition_float32(float *x, int64_t rows, int64_t columns, const float *w, int64_t rank, int64_t dim,
-                                    float *before, float *after, float *last, float *j, char *memory) {
+                                    float *whole_h, float *before, float *after, float *last, float *j, char *memory) {
     const int one = dim > columns;
     const int64_t width = (rank + LANES - 1) / LANES * LANES;
     float *h = (float *)memory, *by_columns = h + BLOCK * width, *by_rows = by_columns + dim * width;
@@ -536,13 +554,20 @@ FLOAT32 void ddnn_precondition_float32(float *x, int64_t rows, int64_t columns, 
                 __m512 v = _mm512_maskz_loadu_ps(lanes(columns - c), x + m * columns + c);
                 square = _mm512_fmadd_ps(v, v, square);
             }
-            before[i + m] = sqrtf(_mm512_reduce_add_ps(square) + (float)one);
+            if (before) before[i + m] = sqrtf(_mm512_reduce_add_ps(square) + (float)one);
             _mm512_storeu_ps(squares[m], _mm512_setzero_ps());
             for (int64_t k = 0; k < width; k += LANES)
                 _mm512_storeu_ps(h + m * width + k, one ? _mm512_loadu_ps(ones + k) : _mm512_setzero_ps());
         }
-        for (int64_t c = 0; c < columns; c += CHUNK)
-            project_float32(h, width, x + c, columns, by_columns + c * width, columns - c < CHUNK ? columns - c : CHUNK, n);
+        if (before) {
+            for (int64_t c = 0; c < columns; c += CHUNK)
+                project_float32(h, width, x + c, columns, by_columns + c * width, columns - c < CHUNK ? columns - c : CHUNK, n);
+            if (!after) {
+                keep_projection(whole_h, rank, h, width, i, n);
+                continue;
+            }
+        } else
+            load_projection(whole_h, rank, h, width, i, n);
         for (int64_t c = 0; c < columns; c += GROUP) {
             int64_t m = 0;
             if (j) add_scatter_float32(j + c, dim, rank, h, width, x + c, columns, columns - c, n);
