@@ -1,8 +1,8 @@
 """Minibatches as the network reads them: which frames, in which order; gathered, spliced and normalized; their labels.
 
-Where the features are in host memory and a GPU computes, a thread of the host splices each minibatch, in the dtype of
-the dataset, into one of a few pinned buffers and starts its copy to the GPU on a stream of its own. On a CPU (in tests)
-the same thread does the same, and nothing is pinned or copied. This has not yet been run on a GPU.
+If the features are in host memory and training runs on a GPU, a host thread splices each minibatch into one of a few
+pinned buffers, in the dataset's dtype, and starts its copy to the GPU on a separate stream. On a CPU (in tests) the thread
+does the same without pinning or copying. This has not yet been run on a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sampler(Protocol):
         """The dataset rows (n,) int64 of each minibatch of an epoch, without the first `skip`."""
 
     def close(self) -> None:
-        """Ends what works in the background."""
+        """Stops background work."""
 
 
 class SequentialSampler:
@@ -77,10 +77,10 @@ class SequentialSampler:
 
 class ShuffledSampler:
     """All frames in one random order per epoch, which depends on seed, epoch and the worker's rank only. A remainder
-    smaller than a minibatch is dropped, as in nnet-train-frmshuff. `randomizer_size`: instead, as nnet-train-frmshuff on
-    a shuffled list, the utterances in one random order for all epochs, and whenever so many frames have been taken,
-    these in a random order. `prefetch`: draw each epoch's order in a thread during the epoch before: 100 million frames
-    take seconds."""
+    smaller than a minibatch is dropped, as in nnet-train-frmshuff. `randomizer_size`: shuffle as nnet-train-frmshuff
+    does on a shuffled list: the utterances keep one random order in all epochs, and blocks of about so many frames are
+    shuffled. `prefetch`: draw each epoch's order in a thread during the epoch before, as 100 million frames take
+    seconds."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ def make_batch_loader(
     gather_kernel: GatherKernel | None = None,
     mark: Callable[[str], None] = lambda part: None,
 ) -> BatchLoader:
-    """The loader for a device: it gathers from features in the memory of the device, or reads ahead from the host's.
+    """The loader for a device: it gathers features that are in the device's memory, or prefetches those in host memory.
 
     `out`: (rows, input_dim) float32 or bf16, the memory for `Batch.x`, with rows for the largest minibatch; else allocated on `device`. `gather_kernel`:
     see `gather`. `mark` is told what the time since its last call was spent on: `data`,
@@ -208,7 +208,7 @@ class BatchLoader:
         return list(islice(cycle(copies), count))
 
     def close(self) -> None:
-        """Ends the epoch and what works in the background; to be called when no more are needed."""
+        """Ends the epoch and stops background work; to be called when no more minibatches are needed."""
         self._end_epoch()
         self.sampler.close()
 
@@ -245,8 +245,8 @@ class _PinnedBatch:
 
 @dataclass(eq=False)
 class PrefetchLoader(BatchLoader):
-    """Reads minibatches ahead in a thread, whose errors reach the trainer after the minibatches that were read
-    before."""
+    """Prefetches minibatches in a thread. Its errors reach the trainer after the minibatches that were read before
+    them."""
 
     _reader: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)
 

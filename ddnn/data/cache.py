@@ -1,7 +1,8 @@
-"""Datasets in cache files that are mapped instead of loaded: found, checked by all workers of a host together, created
-where there is none. The name of a file is a digest of everything that its content depends on.
+"""Datasets in cache files, which are mapped instead of loaded: found, verified by all workers of a host together, and
+created if missing. A file is named after a digest of everything that its content depends on.
 
-A file has the features, the labels, an index in JSON, and the length and CRC-32 of the index, which has those of all else.
+A file contains the features, the labels, an index in JSON with the sizes and CRC-32s of both, and the length and CRC-32 of
+the index.
 The checksums find damage, not malice: whoever may write into the cache directory may also write other frames.
 """
 
@@ -127,7 +128,7 @@ def _facts(directory: DataDir, corpus: Corpus, config: DataConfig) -> Iterator[s
 def open_or_create_cache(
     directory: DataDir, corpus: Corpus, config: DataConfig, comm: Communicator
 ) -> tuple[UtteranceIndex, CacheFile] | tuple[None, None]:
-    """All workers get the same index from a cache file, which is created first where it is missing, or none does.
+    """The index of a cache file, which is created first if it is missing; None on all workers if any has no valid file.
     Collective. DataError: damaged or unsuitable input. What is wrong with the cache is a warning."""
     assert config.cache_dir is not None
     key = cache_key(directory, corpus, config)
@@ -156,7 +157,7 @@ def open_or_create_cache(
 
 
 def _open_checked(path: Path, key: str, directory: DataDir, config: DataConfig, comm: Communicator) -> CacheFile | None:
-    """The file mapped, and this worker's share of it checked; None, with a warning where there is a file."""
+    """Maps the file and verifies this worker's share of it. None if there is no file or, with a warning, no valid one."""
     started, cache = time.perf_counter(), None
     try:
         cache = CacheFile(path, key, len(directory.entries), config.features)

@@ -99,7 +99,7 @@ def read_chunk(chunk: Sequence[Utterance], spec: FeatureSpec, reader: MatrixRead
     damaged or unsuitable features, or values that the dtype cannot hold."""
     edge = spec.config.splice
     out = np.empty((sum(u.num_frames + 2 * edge for u in chunk), spec.width), spec.config.dtype)
-    # NaN or Inf in features is still there behind CMVN and all else. To look once costs less than at each utterance.
+    # NaN and Inf survive CMVN and everything after it: one check of the chunk costs less than one for each utterance.
     for check in (False, True):
         row = edge
         for utterance in chunk:

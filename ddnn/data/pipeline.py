@@ -1,5 +1,5 @@
-"""The one door to data: from corpora with their alignments to the frames that this worker holds in memory. What is read
-and held out is agreed on first, then shards, memory and device; only then are features loaded."""
+"""Entry point to data: from corpora and their alignments to the frames that this worker holds in memory. The workers first
+agree on what to train on and what to hold out, then on shards, memory and device; features are loaded last."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ddnn.util.text import plural
 log = logging.getLogger(__name__)
 
 Place = Callable[[DataSource, Sequence[int]], torch.device]
-"""From utterances of this worker that are to be loaded to where their frames are kept."""
+"""Chooses, before they are loaded, the device that keeps the frames of these utterances of this worker."""
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ class DataSource:
         return next((digest for digest in digests if digest is not None), None)
 
     def check_fits(self, other: IndexedCorpus, name: str, *, for_cv: bool = False) -> None:
-        """DataError where another corpus has utterance ids of these corpora, other dims, or alignments with other pdfs. An
-        archive of pdf-ids may lack the last ones, also here unless the other one is `for_cv`."""
+        """DataError if another corpus shares utterance ids with these, or has other dims or other pdfs. An archive of pdf-ids
+        may lack the last pdfs; those of the training data may not if the other corpus is `for_cv`."""
         data, alignments, ids = other.corpus.data, other.corpus.alignments, set(other.index.utterances)
         for part in self.parts:
             if common := [utterance for utterance in part.index.utterances if utterance in ids]:
@@ -143,8 +143,8 @@ class DataSource:
 
 
 def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicator) -> DataSource:
-    """Indexes corpora: each from its cache file where there is a valid one, else from its tables and headers; what is
-    wrong with a cache file is a warning. Collective. DataError: damaged or unsuitable input, or corpora that do not fit
+    """Indexes corpora, each from its cache file if there is a valid one, else from its tables and headers. A damaged
+    cache file is only a warning. Collective. DataError: damaged or unsuitable input, or corpora that do not fit
     together."""
     source = DataSource((), config)
     for corpus in corpora:

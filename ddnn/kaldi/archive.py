@@ -256,17 +256,13 @@ class MatrixReader(AbstractContextManager["MatrixReader"]):
     manager. One reader per thread."""
 
     def __init__(self) -> None:
-        self._path: Path | None = None
-        self._reader: BasicTypeReader | None = None
+        self._open_file: tuple[Path, BasicTypeReader] | None = None
         self._whole: tuple[tuple[Path, int | None], AnyArray] | None = None
 
     def __exit__(self, *error: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.stream.close()
-        self._path, self._reader, self._whole = None, None, None
+        if self._open_file is not None:
+            self._open_file[1].stream.close()
+        self._open_file = self._whole = None
 
     def shape(self, entry: ScpEntry) -> tuple[int, int]:
         """(rows, columns) of the entry's matrix, its range applied. Reads the header alone, unless the matrix is text.
@@ -316,14 +312,13 @@ class MatrixReader(AbstractContextManager["MatrixReader"]):
             raise DataError(message, location=entry.location, hint=HINT_REMAKE) from error
 
     def _open(self, path: Path) -> BasicTypeReader:
-        if path is not self._path or self._reader is None:
-            self._close()
+        if self._open_file is None or path is not self._open_file[0]:
+            self.__exit__()
             try:
-                self._reader = open_stream(path)
+                self._open_file = path, open_stream(path)
             except DataError as error:
                 raise MalformedRecordError(error.message) from error
-            self._path = path
-        return self._reader
+        return self._open_file[1]
 
 
 def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:

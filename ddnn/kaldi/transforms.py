@@ -295,7 +295,8 @@ def fmllr_files(path: Path) -> list[Path]:
 def _read_fmllr(
     path: Path, after_deltas: bool, dim: int, utterances: Sequence[str], speakers: Sequence[str] | None, data: Path
 ) -> dict[str, Matrix]:
-    """The transform of each utterance. Whether a key is a speaker or an utterance is found out from all of them."""
+    """The transform of each utterance. The keys are taken as speakers or as utterances,
+    whichever match more of the data."""
     by_speaker = utterances if speakers is None else speakers
     needed = {*utterances, *by_speaker}
     matrices: dict[str, Matrix | None] = {}  # None where it is not needed
@@ -351,14 +352,16 @@ def _options_of(path: Path, name: str) -> tuple[dict[str, Any], str]:
             known = ", ".join(f"--{name}" for name in options)
             raise DataError(f"unknown option {word!r}", location=file, hint=f"known are {known}")
         default = options[key]
+        parsed: bool | int | str | None = None
         low, high = _RANGES.get(key, (0, 0))
         if isinstance(default, str):
-            options[key] = value
-        elif isinstance(default, bool) and value in _BOOLEANS:
-            options[key] = _BOOLEANS[value]
-        elif not isinstance(default, bool) and re.fullmatch("[0-9]{1,6}", value) and low <= int(value) <= high:
-            options[key] = int(value)
-        else:
+            parsed = value
+        elif isinstance(default, bool):
+            parsed = _BOOLEANS.get(value)
+        elif re.fullmatch("[0-9]{1,6}", value) and low <= int(value) <= high:
+            parsed = int(value)
+        if parsed is None:
             expected = "true or false" if isinstance(default, bool) else f"a number from {low} to {high}"
             raise DataError(f"{word!r} found, expected {expected}", location=file)
+        options[key] = parsed
     return options, text
