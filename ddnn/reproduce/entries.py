@@ -22,13 +22,11 @@ SLOW = 1.5  # times the compute time of the fastest similar run: then other load
 
 @dataclass(frozen=True)
 class TableEntry:
-    """The runs of a condition with a number of workers, by seed, including those that failed, that is, did not train;
-    and how many are expected."""
+    """The runs of a condition with a number of workers, by seed, including those that failed, that is, did not train."""
 
     condition: Condition
     workers: int
     runs: tuple[RunRecord, ...]
-    expected: int
 
     @property
     def valid(self) -> list[RunRecord]:
@@ -57,7 +55,7 @@ def find_entry(
     """The runs of a condition, which are those of another one if the corpus has an alias."""
     setting = config.recipe_name(condition.name), workers
     runs = [run for run in records.values() if (run.condition, run.workers) == setting]
-    return TableEntry(condition, workers, tuple(sorted(runs, key=lambda run: run.seed)), len(config.seeds))
+    return TableEntry(condition, workers, tuple(sorted(runs, key=lambda run: run.seed)))
 
 
 def table_entries(
@@ -94,12 +92,14 @@ def overloaded_runs(records: Mapping[str, RunRecord]) -> set[str]:
     slow = set[str]()
     for name, record in records.items():
         if record.measured is not None and record.time is not None:
-            seconds = record.measured.compute_seconds or record.measured.seconds
-            compute[_group(record, record.measured), record.workers][name] = seconds
+            group = _group(record, record.measured), record.workers
+            compute[group][name] = record.measured.compute_seconds or record.measured.seconds
             fraction = record.time.compute_cpu_fraction
             if fraction is not None and fraction < OVERLOADED and record.time.cores >= record.workers:
                 slow.add(name)
-    return slow | {name for of in compute.values() for name in of if of[name] > SLOW * min(of.values())}
+    for seconds in compute.values():
+        slow |= {name for name in seconds if seconds[name] > SLOW * min(seconds.values())}
+    return slow
 
 
 def _group(record: RunRecord, epoch: MeasuredEpoch) -> tuple[str, ...]:

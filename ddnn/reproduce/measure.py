@@ -7,11 +7,10 @@ import hashlib
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from ddnn.decoding.word_errors import speaker_numbers
@@ -31,6 +30,7 @@ from ddnn.reproduce.runs import (
 )
 from ddnn.reproduce.tables import TestSet, load_config, test_digest
 from ddnn.runs.metrics import Metrics
+from ddnn.runs.rows import WorkerRow
 from ddnn.runs.run_status import DBN, FINAL
 from ddnn.slurm.job import read_job
 from ddnn.util.errors import DataError, UserError
@@ -111,20 +111,21 @@ def _frame_metrics(figures: Mapping[str, float | None]) -> FrameMetrics | None:
 
 
 def time_breakdown(metrics: Metrics) -> TimeBreakdown:
-    rows, ranks = metrics.workers, metrics.num_workers
+    def per_worker(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / metrics.num_workers if known else None
 
-    def seconds(*names: str) -> float | None:
-        parts = ((row.seconds or 0.0) * (getattr(row, f"{name}_fraction") or 0.0) for row in rows for name in names)
-        return sum(parts) / ranks if ranks else None
+    def seconds(row: WorkerRow, *fractions: float | None) -> float:
+        return (row.seconds or 0.0) * sum(filter(None, fractions))
 
-    sent = [row.bytes_sent for row in rows if row.bytes_sent is not None]
+    rows = metrics.workers
     return TimeBreakdown(
         seconds=sum(row.seconds or 0.0 for row in metrics.train if row.epoch > 0),
-        compute_seconds=seconds("compute", "data"),
-        comm_seconds=sum(row.comm_seconds or 0.0 for row in rows) / ranks if ranks else None,
-        wait_seconds=seconds("wait"),
+        compute_seconds=per_worker(seconds(row, row.compute_fraction, row.data_fraction) for row in rows),
+        comm_seconds=per_worker(row.comm_seconds for row in rows),
+        wait_seconds=per_worker(seconds(row, row.wait_fraction) for row in rows),
         averagings=sum(row.averagings for row in rows if row.rank == 0),
-        bytes_sent=fmean(sent) * len({row.epoch for row in rows}) if sent else None,
+        bytes_sent=per_worker(row.bytes_sent for row in rows),
         cores=round(min((row.world_size * (row.cores_per_worker or 0.0) for row in metrics.starts), default=0.0)),
         compute_cpu_fraction=compute_cpu_fraction(metrics),
     )
