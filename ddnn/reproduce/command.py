@@ -63,7 +63,7 @@ class ReproduceResult:
         return {**self.values, "errors": [f"{name}: {error}" for name, error in self.errors.items()]}
 
     def as_text(self) -> str:
-        return render("reproduce.txt.j2", **{"jobs": None, "would_execute": None, **self.values}, most=MAX_LINES)
+        return render("reproduce.txt.j2", **{"jobs": None, **self.values}, most=MAX_LINES)
 
     def raise_errors(self) -> None:
         """UserError: runs failed for a reason that the user must fix."""
@@ -135,7 +135,7 @@ class _Reproduction:
         return [] if self.options.report_only else missing
 
     def result(self, records: Mapping[str, RunRecord]) -> dict[str, Any]:
-        """What is recorded and what is missing, for `--json`."""
+        """What is recorded, what is missing, and what this call would execute, for `--json`."""
         missing = [run for run in self.runs if not run.is_recorded(records)]
         names = [run.name for run in missing]
         same_recipe = {run.name: records[run.name].recipe == run.digest for run in missing if run.name in records}
@@ -147,6 +147,7 @@ class _Reproduction:
             "failed": [run.name for run in self.runs if run not in missing and records[run.name].failure],
             "outdated_recipe": [name for name, same in same_recipe.items() if not same],
             "outdated_tests": [name for name, same in same_recipe.items() if same],
+            "would_execute": self.would_execute(records),
             "files": [],
         }
 
@@ -210,15 +211,12 @@ def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], 
         with _StopAsInterrupt(), exclusive(call.out) as lock:
             # Another call may have written records just before this one got the lock.
             records = read_records(call.records_dir)
-            before = {**call.result(records), "would_execute": call.would_execute(records)}
-            report(ReproduceResult(before).as_text())
+            report(ReproduceResult(call.result(records)).as_text())
             errors, jobs = call.execute(records, report, (lock,))
             records = read_records(call.records_dir)
     values = call.result(records)
     if jobs is not None:
         values["jobs"] = jobs
-    elif options.dry_run:
-        values["would_execute"] = call.would_execute(records)
     if not options.dry_run:
         values |= call.write_report(records)
     return ReproduceResult(values, errors)
