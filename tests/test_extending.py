@@ -20,11 +20,12 @@ from variants import make_parallel_config
 from ddnn.averaging import strategies
 from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.distributed.communicator import Communicator
-from ddnn.nn import layers
+from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.nn import figures, layers
 from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.optim import ng_sgd
 from ddnn.recipe.load import load_recipe
 from ddnn.training import options
 from ddnn.training.network_layers import network_layers
@@ -36,8 +37,11 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 @pytest.fixture
 def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of the example with this number; afterwards the tables are as before."""
-    for table, name in ((strategies.STRATEGIES, "median"), (options.SCHEDULES, "cosine"), (layers.LAYERS, "gain")):
+    tables = {"median": strategies.STRATEGIES, "cosine": options.SCHEDULES, "gain": layers.LAYERS}
+    tables |= {"sign-sgd": ng_sgd.OPTIMIZERS, "distance": figures.FIGURES}
+    for name, table in tables.items():
         monkeypatch.setitem(table, name, None)  # type: ignore[arg-type]
+        del table[name]
     path = tmp_path / f"example{request.param}.py"
     path.write_text(EXAMPLES[request.param])
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -48,8 +52,8 @@ def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return made
 
 
-def test_there_are_three_examples() -> None:
-    assert len(EXAMPLES) == 3
+def test_there_are_five_examples() -> None:
+    assert len(EXAMPLES) == 5
 
 
 @pytest.mark.parametrize("example", [0], indirect=True)
@@ -84,6 +88,43 @@ def test_a_schedule(example: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("example", [2], indirect=True)
+def test_an_optimizer(example: ModuleType) -> None:
+    """A key of the recipe's section reaches it."""
+    section = example.SignSgdConfig(threshold=0.2)
+    assert options.optimizer_options(section) == example.SignSgdOptions(threshold=0.2)
+    trainer = toy_trainer(SingleProcess(), make_parallel_config(), optimizer=section, learning_rate=0.01, epochs=3)
+    assert isinstance(trainer.optimizer, example.SignSgd)
+    network, batch = trainer.model.network, next(trainer.batches.epoch(1))
+    before, workspace = network.parameters.clone(), Workspace(network, batch.num_frames)
+    workspace.x.copy_(batch.x)
+    workspace.forward()
+    cross_entropy_step(workspace, batch.labels)
+    workspace.backward()
+    gradient = workspace.gradient(torch.empty_like(before))
+    expected = before.clone()
+    for views, gradients, layer in zip(network.split(expected), network.split(gradient), network.layers, strict=True):
+        for name, about in layer.parameters.items():
+            direction = gradients[name].sign() * (gradients[name].abs() > 0.2)
+            views[name] -= 0.01 * about.learn_rate_coef * direction
+    trainer.step(batch, 0.01)
+    torch.testing.assert_close(network.parameters, expected)
+    assert 0 < int((expected == before).sum()) < len(before), "some gradients are below the threshold"
+    rows = train_to_end(trainer)
+    losses = [row["loss"] for row in rows if row.get("split") == "cv"]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("example", [3], indirect=True)
+def test_an_objective(example: ModuleType) -> None:
+    trainer = toy_trainer(
+        SingleProcess(), make_parallel_config(), epochs=6, learning_rate=0.05, make_objective=example.SquaredError
+    )
+    rows = train_to_end(trainer)
+    distances = [row["distance"] for row in rows if row.get("split") == "cv"]
+    assert distances[-1] < 0.5 * distances[0]
+
+
+@pytest.mark.parametrize("example", [4], indirect=True)
 def test_a_layer(example: ModuleType, tmp_path: Path) -> None:
     network = Network((Affine(6, 4, "tanh"), example.Gain(4), Affine(4, 3, "softmax")))
     initialize(network, 1)

@@ -18,7 +18,7 @@ The Fisher matrices are updated in float32 in either, but in bf16 less often onc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -39,16 +39,18 @@ FEW_FILTERS = 32  # up to so many the rank of their derivative is a quarter of t
 class NgSgdOptions(SgdOptions):
     """Options of NG-SGD; the first five as in `NaturalGradientOptions`.
 
-    `max_change_scope`: `global` limits the step by the frames of all workers, `local` by the worker's own (nnet2), so
-    that `Sgd.included_lr_scale` is to stay 1; `unscaled` limits the step at a learning rate of 1, so that the step at
-    `lr` is limited to lr * max_change per frame (the code of arXiv 1507.01239)."""
+    `max_change_scope`: `global` limits the step by the frames of all workers, `local` by the worker's own (nnet2);
+    `unscaled` limits the step at a learning rate of 1, so that the step at
+    `lr` is limited to lr * max_change_per_sample (the code of arXiv 1507.01239)."""
 
     rank_in: int = 20  # of a layer's input
     rank_out: int = 80  # of its output derivative
     alpha: float = 4.0
     num_samples_history: float = 2000.0
     update_period: int = 4
-    max_change: float = 0.075  # a step that would change a layer by more than this per frame is shortened; 0: never
+    max_change_per_sample: float = (
+        0.075  # a step that would change a layer by more than this per frame is shortened; 0: never
+    )
     max_change_scope: Literal["global", "local", "unscaled"] = "global"
     exact: bool = False  # in bf16: X^ and Y^ in float32, and then rounded; without `NaturalGradient.updates_rarely`
 
@@ -120,6 +122,9 @@ class NgSgd(Sgd):
         self._limited_lr = 1.0
         self._memory = _Memory(self, 0, Float32())
 
+    def set_lr_scale(self, lr_scale: float) -> None:
+        super().set_lr_scale(1.0 if self.options.max_change_scope == "local" else lr_scale)
+
     def set_arithmetic(self, arithmetic: Float32) -> None:
         for preconditioner in self.preconditioners:
             preconditioner.updates_rarely = arithmetic.updates_rarely and not self.options.exact
@@ -149,7 +154,7 @@ class NgSgd(Sgd):
 
     def scale(self, arithmetic: Float32) -> None:
         """Brings gamma and kappa into Y^, but for the factors that are left to the update."""
-        for numbers, scales in self._memory.scales(self._limited_lr, self.options.max_change):
+        for numbers, scales in self._memory.scales(self._limited_lr, self.options.max_change_per_sample):
             factors = arithmetic.scale_([self._rows[k][1] for k in numbers], scales)
             self._factors |= zip(numbers, factors, strict=True)
 
@@ -169,14 +174,14 @@ class NgSgd(Sgd):
         return 1.0
 
     def _plain_gradient(self, part: _Part, workspace: Workspace, lr: float, out: Views) -> None:
-        """Fills the plain gradient of a layer without `gemm`, so that it changes no more than `max_change` per
+        """Fills the plain gradient of a layer without `gemm`, so that it changes no more than `max_change_per_sample` per
         frame."""
         call = part.call(workspace)
         part.layer.gradient(call, out)
-        if self.options.max_change > 0.0:
+        if self.options.max_change_per_sample > 0.0:
             norms = part.layer.gradient_norms(call)
             one = norms.new_ones(())
-            kappa = max_change_factor(norms, one, one, lr, self.options.max_change)
+            kappa = max_change_factor(norms, one, one, lr, self.options.max_change_per_sample)
             for view in out.values():
                 view.mul_(kappa)
 
@@ -219,5 +224,12 @@ class _Memory:
             yield numbers, scale
 
 
+OPTIMIZERS: dict[str, tuple[type[SgdOptions], Callable[..., Sgd]]] = {
+    "sgd": (SgdOptions, Sgd),
+    "ng-sgd": (NgSgdOptions, NgSgd),
+}
+"""By `optimizer.name`: the class of its options, whose fields are keys of the recipe, and its own."""
+
+
 def make_optimizer(options: SgdOptions, network: Network) -> Sgd:
-    return NgSgd(network, options) if isinstance(options, NgSgdOptions) else Sgd(network, options)
+    return dict(OPTIMIZERS.values())[type(options)](network, options)

@@ -42,8 +42,7 @@ class Sgd:
         trainable: numbers of its layers that are not frozen.
         gradient: g, (num_parameters,), of the last minibatch; not filled where layers are updated one by one.
         momentum_buffer: c, (num_parameters,); the gradient itself where momentum is 0.
-        included_lr_scale: the factor for the number of workers that the rates given to `step` already contain. It is
-            divided out before NG-SGD limits its step, so that the limit is that of one worker's rate.
+        included_lr_scale: by what the rates given to `step` are divided before NG-SGD limits its step.
     """
 
     def __init__(self, network: Network, options: SgdOptions | None = None) -> None:
@@ -69,6 +68,11 @@ class Sgd:
                     self._without_momentum.append((buffer[name], gradient[name]))
                 if about.l2:
                     self._decayed.append((parameters[name], about.learn_rate_coef))
+
+    def set_lr_scale(self, lr_scale: float) -> None:
+        """Before a step: the factor for the number of workers that the rates given to `step` contain, so that NG-SGD can
+        limit its step by one worker's rate."""
+        self.included_lr_scale = lr_scale
 
     def set_arithmetic(self, arithmetic: Float32) -> None:
         """Before the first step: what the workspaces of all steps compute in."""

@@ -273,8 +273,7 @@ def assemble_trainer(
     averaging = options.averaging_options(recipe.parallel, recipe.optimizer.momentum)
     averager = make_averager(averaging, groups, network, optimizer)
     averager.broadcast()
-    if recipe.optimizer.name == "ng-sgd" and recipe.optimizer.max_change_scope != "local":
-        optimizer.included_lr_scale = averager.lr_scale
+    optimizer.set_lr_scale(averager.lr_scale)
     precision = recipe.precision if loaded is None else loaded.metadata.precision
     arithmetic = choose_arithmetic(precision, network, sizes.start, groups.world, resumed=loaded is not None)
     workspace = Workspace(network, sizes.end, arithmetic, noise_generator(network, recipe.seed, groups.data.rank))

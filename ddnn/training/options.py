@@ -21,7 +21,7 @@ from ddnn.kaldi.archive import MatrixReader, read_scp
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.nn.layers import activation_floats, num_parameters
 from ddnn.nn.network import Network
-from ddnn.optim.ng_sgd import NgSgdOptions
+from ddnn.optim.ng_sgd import OPTIMIZERS
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.load import minibatch_problems
@@ -98,9 +98,7 @@ def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> Averag
 
 
 def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:
-    if recipe.name == "sgd":
-        return _taken(SgdOptions, recipe)
-    return _taken(NgSgdOptions, recipe, max_change=recipe.max_change_per_sample)
+    return _taken(OPTIMIZERS[recipe.name][0], recipe)
 
 
 def make_schedule(recipe: ScheduleConfig) -> Schedule:

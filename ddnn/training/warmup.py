@@ -36,9 +36,7 @@ class WarmUp:
         self.waits = single and t.groups.data.rank != 0
         self.step = EagerStep(t.eager_step.workspace, t.optimizer, self.averager.average_gradient, t.make_objective)
         self.learning_rate = t.schedule.learning_rate * self.averager.lr_scale
-        self.included_lr_scale = t.optimizer.included_lr_scale
-        if single:
-            t.optimizer.included_lr_scale = 1.0
+        t.optimizer.set_lr_scale(self.averager.lr_scale)
 
     def begin_epoch(self) -> None:
         t, progress = self.trainer, self.progress
@@ -69,7 +67,8 @@ class WarmUp:
     def finish(self) -> None:
         """Gives all workers one model and records what the warm-up did. Collective. DivergedError: the loss is not finite."""
         t = self.trainer
-        t.optimizer.included_lr_scale, self.losses.excludes = self.included_lr_scale, t.averager.excludes
+        t.optimizer.set_lr_scale(t.averager.lr_scale)
+        self.losses.excludes = t.averager.excludes
         t.averager.broadcast()
         t.end_warmup(self.averager.lr_scale)
 

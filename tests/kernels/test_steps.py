@@ -29,8 +29,8 @@ OPTIMIZERS = {
     "l2": SgdOptions(l2=1e-3),
     "momentum": SgdOptions(momentum=0.5, l2=1e-3),
     "ng-sgd": NgSgdOptions(rank_in=5, rank_out=3),
-    "ng-sgd held back": NgSgdOptions(rank_in=5, rank_out=3, max_change=0.002, l2=1e-3),
-    "ng-sgd momentum": NgSgdOptions(rank_in=5, rank_out=3, max_change=0.01, momentum=0.5),
+    "ng-sgd held back": NgSgdOptions(rank_in=5, rank_out=3, max_change_per_sample=0.002, l2=1e-3),
+    "ng-sgd momentum": NgSgdOptions(rank_in=5, rank_out=3, max_change_per_sample=0.01, momentum=0.5),
 }
 RATED = (
     Affine(20, 33, "sigmoid", learn_rate_coef=0.5, bias_learn_rate_coef=2.0),
@@ -344,7 +344,7 @@ def test_a_step_shared_by_workers_is_limited_as_one_at_the_rate_of_one(
     moved = []
     for workers in (1, 16):
         network = network_of(SIGMOIDS)
-        optimizer = make_optimizer(NgSgdOptions(rank_in=5, rank_out=3, max_change=0.01), network)
+        optimizer = make_optimizer(NgSgdOptions(rank_in=5, rank_out=3, max_change_per_sample=0.01), network)
         optimizer.included_lr_scale = workers
         workspace, before = Workspace(network, 32, arithmetic(precision, compiled)), network.parameters.clone()
         labels = random_minibatch(workspace, 5, torch.Generator().manual_seed(1))

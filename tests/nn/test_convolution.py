@@ -357,7 +357,9 @@ def test_natural_gradient_is_that_of_an_affine_layer_on_all_rows(
     x, d = noise(13, 11, layer.input_dim), noise(13, 11, layer.output_dim, seed=2)
     rows = x[..., [c for columns in reads(layer) for c in columns]].view(13, 11 * patches, layer.fan_in)
     options = {"rank_in": 4, "rank_out": 2}
-    found = natural_steps(made, NgSgdOptions(0.5, 0.1, max_change=max_change, **options), x, d, precision, 0.1)  # type: ignore[arg-type]
+    found = natural_steps(
+        made, NgSgdOptions(0.5, 0.1, max_change_per_sample=max_change, **options), x, d, precision, 0.1
+    )  # type: ignore[arg-type]
     options |= {"num_samples_history": patches * 2000.0, "max_change": max_change / patches}
     twin = natural_steps(other, NgSgdOptions(**options), rows, d.view(13, -1, layer.filters), precision, 0.1)  # type: ignore[arg-type]
     assert torch.equal(made.parameters, other.parameters)
@@ -370,7 +372,7 @@ def test_natural_gradient_does_not_depend_on_how_often_rows_are_there() -> None:
     layer, x, d = Convolution.of_pieces(24, 6, 6, 24, 9), noise(40, 17, 6), noise(40, 17, 9, seed=2)
     x, d = x * torch.arange(1.0, 7.0), d * torch.arange(1.0, 10.0)
     made, other = twin_layers(layer)
-    options = NgSgdOptions(rank_in=3, rank_out=2, max_change=0.0)
+    options = NgSgdOptions(rank_in=3, rank_out=2, max_change_per_sample=0.0)
     start = made.parameters.clone()
     natural_steps(made, options, x.repeat(1, 1, 4), d.repeat(1, 1, 4), "float32", 1e-3 / 4)
     natural_steps(other, options, x, d, "float32", 1e-3)

@@ -121,7 +121,7 @@ def test_natural_gradient_limits_the_step_of_scale_shift_and_slopes() -> None:
     network = Network(layers)
     initialize(network, 1)
     before = [{name: value.clone() for name, value in views.items()} for views in network.views]
-    optimizer = NgSgd(network, NgSgdOptions(rank_in=2, rank_out=2, max_change=0.01))
+    optimizer = NgSgd(network, NgSgdOptions(rank_in=2, rank_out=2, max_change_per_sample=0.01))
     workspace = Workspace(network, 7)
     EagerStep(workspace, optimizer)(Batch(noise(7, 6), torch.arange(7) % 3), 4.0)
     d, x = workspace.grad_outputs, workspace.inputs
@@ -308,7 +308,7 @@ def test_natural_gradient_of_networks_side_by_side_is_that_of_their_layers(
     for layers in (inside, (Parallel((inside,)),), (Parallel(((Parallel((inside,)),),)),)):
         network = Network((Affine(9, 12, "linear"), *layers, Affine(6, 3, "softmax")))
         initialize(network, 1)
-        options = NgSgdOptions(rank_in=3, rank_out=2, momentum=momentum, max_change=0.05)
+        options = NgSgdOptions(rank_in=3, rank_out=2, momentum=momentum, max_change_per_sample=0.05)
         optimizer = NgSgd(network, options)
         workspace = Workspace(network, 16, make_arithmetic(precision, CPU, use_kernels=kernels))
         for seed in range(4):

@@ -298,8 +298,8 @@ def test_natural_gradient_of_filters_is_that_of_an_affine_layer_on_all_their_row
     other.load_parameters(one.parameters)
     options = {"rank_in": 3, "rank_out": 2}
     x, grad = noise(frames, patches * size), noise(frames, patches * filters, seed=2)
-    found = one_step(one, NgSgdOptions(**options, max_change=max_change), x, grad, precision)
-    rows = NgSgdOptions(**options, num_samples_history=patches * 2000.0, max_change=max_change / patches)
+    found = one_step(one, NgSgdOptions(**options, max_change_per_sample=max_change), x, grad, precision)
+    rows = NgSgdOptions(**options, num_samples_history=patches * 2000.0, max_change_per_sample=max_change / patches)
     optimizer = NgSgd(other, rows)
     workspace = Workspace(other, frames * patches, make_arithmetic(precision, CPU, use_kernels=False))
     for t in range(12):
@@ -316,7 +316,7 @@ def test_natural_gradient_of_filters_is_that_of_an_affine_layer_on_all_their_row
 def test_a_layer_without_a_product_is_limited_too() -> None:
     """Its step changes no more than max_change per frame, times its learning rate coefficient."""
     made = network_of("toy")
-    optimizer = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, max_change=0.001))
+    optimizer = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, max_change_per_sample=0.001))
     before = made.views[2]["gain"].clone()
     x, labels = task()
     EagerStep(Workspace(made, 32), optimizer)(Batch(x[:32], labels[:32]), 1e6)

@@ -16,7 +16,7 @@ LAYERS = (Affine(7, 6), Affine(6, 5, "tanh"), Affine(5, 5), Affine(5, 4, "softma
 OPTIONS = {
     "sgd": SgdOptions(),
     "sgd with momentum": SgdOptions(0.9, 1e-2),
-    "ng-sgd": NgSgdOptions(0.5, 1e-2, rank_in=3, rank_out=3, max_change=0.01),
+    "ng-sgd": NgSgdOptions(0.5, 1e-2, rank_in=3, rank_out=3, max_change_per_sample=0.01),
 }
 FRAMES = 16
 

@@ -34,7 +34,7 @@ def network(seed: int) -> tuple[Network, torch.Generator]:
 @pytest.mark.parametrize(("l2", "max_change"), [(0.0, 0.0), (1e-3, 0.075), (0.0, 1e-3)])
 def test_steps_equal_the_formulas(scope: Any, l2: float, max_change: float) -> None:
     made, generator = network(1)
-    options = NgSgdOptions(rank_in=3, rank_out=2, l2=l2, max_change=max_change, max_change_scope=scope)
+    options = NgSgdOptions(rank_in=3, rank_out=2, l2=l2, max_change_per_sample=max_change, max_change_scope=scope)
     optimizer = NgSgd(made, options)
     twin_in = [NaturalGradientTwin(layer.in_features + 1, 3, 4.0, 2000.0, 4) for layer in LAYERS]
     twin_out = [NaturalGradientTwin(layer.out_features, 2, 4.0, 2000.0, 4) for layer in LAYERS]
@@ -71,7 +71,7 @@ def test_steps_equal_the_formulas(scope: Any, l2: float, max_change: float) -> N
 def test_max_change_holds() -> None:
     """However large the rate, no layer moves by more than max_change per frame (scope global)."""
     made, generator = network(2)
-    optimizer = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, max_change=0.01))
+    optimizer = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, max_change_per_sample=0.01))
     workspace = Workspace(made, 20)
     for _ in range(5):
         before = made.parameters.clone()
@@ -88,7 +88,7 @@ def test_max_change_holds() -> None:
 def test_max_change_holds_in_a_layer_without_products() -> None:
     made = Network((Affine(7, 6, "sigmoid"), Scale(6, learn_rate_coef=10.0), Affine(6, 4, "softmax")))
     initialize(made, 1)
-    optimizer, workspace = NgSgd(made, NgSgdOptions(max_change=0.01)), Workspace(made, 20)
+    optimizer, workspace = NgSgd(made, NgSgdOptions(max_change_per_sample=0.01)), Workspace(made, 20)
     before = made.views[1]["scale"].clone()
     labels = random_minibatch(workspace, 4, torch.Generator().manual_seed(1))
     workspace.forward()
@@ -104,7 +104,7 @@ def test_a_step_shared_by_workers_is_limited_as_one_at_the_rate_of_one(rate: flo
     moved = []
     for workers in (1, 16):
         made, generator = network(3)
-        optimizer = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, max_change=0.01))
+        optimizer = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, max_change_per_sample=0.01))
         optimizer.included_lr_scale = workers
         workspace, before = Workspace(made, 20), made.parameters.clone()
         labels = random_minibatch(workspace, 4, generator)
