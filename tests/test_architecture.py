@@ -29,7 +29,7 @@ TOKENS = {
     "inspection": 6_500,
     "kaldi": 20_500,
     "nn": 26_700,
-    "optim": 7_410,
+    "optim": 7_500,
     "recipe": 12_100,
     "report": 12_600,
     "reproduce": 15_550,
