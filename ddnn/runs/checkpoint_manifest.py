@@ -13,10 +13,12 @@ import re
 import stat
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from pydantic import StrictInt, StrictStr, TypeAdapter, ValidationError
 
 import ddnn
 from ddnn.util.errors import DataError
@@ -44,9 +46,9 @@ class CheckpointError(Exception):
 class CheckpointSummary:
     """A checkpoint by its manifest."""
 
-    number: int
-    world_size: int  # how many ranks wrote it
-    files: dict[str, tuple[int, str]]  # name -> size in bytes, SHA-256
+    number: StrictInt
+    world_size: StrictInt  # how many ranks wrote it
+    files: dict[str, tuple[StrictInt, StrictStr]]  # name -> size in bytes, SHA-256
     metadata: dict[str, Any]  # as it was saved, but tuples have become lists, and keys are sorted
     written: float = 0.0  # seconds since 1970; 0 before it is written
 
@@ -58,6 +60,9 @@ class CheckpointSummary:
         where += f", {minibatch} minibatches into the next" if where and minibatch else ""
         fields = {"number": self.number, "world_size": self.world_size, "epoch": epoch, "minibatch": minibatch}
         return {**fields, "written": self.written, "where": f"number {self.number}{where}"}
+
+
+_SUMMARY = TypeAdapter(CheckpointSummary)
 
 
 def peek_checkpoint(directory: Path, report: Callable[[str], None]) -> CheckpointSummary | None:
@@ -136,16 +141,15 @@ def parse_manifest(text: str, written: float, number: int, path: Path) -> Checkp
         hint = "resume with the version of ddnn that started this training, or train in another run dir"
         raise DataError(message, location=path, hint=hint)
     try:
-        files = {name: (size, sha256) for name, (size, sha256) in value["files"].items()}
-        world_size, metadata = value["world_size"], value["metadata"]
-        valid = type(world_size) is int and 1 <= world_size == len(files) - 1 and value["number"] == number
-        valid = valid and files.keys() == {GLOBAL, *map(rank_file, range(world_size))} and type(metadata) is dict
-        valid = valid and all(type(size) is int and type(sha256) is str for size, sha256 in files.values())
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        summary = replace(_SUMMARY.validate_python(value), written=written)
+    except ValidationError as error:
         raise CheckpointError(f"{MANIFEST} describes no checkpoint") from error
-    if not valid:
-        raise CheckpointError(f"{MANIFEST} belongs to another checkpoint, or describes none")
-    return CheckpointSummary(number, world_size, files, metadata, written)
+    complete = summary.world_size == len(summary.files) - 1  # before so many names are made
+    if not complete or summary.files.keys() != {GLOBAL, *map(rank_file, range(summary.world_size))}:
+        raise CheckpointError(f"{MANIFEST} describes no checkpoint")
+    if summary.number != number:
+        raise CheckpointError(f"{MANIFEST} belongs to another checkpoint")
+    return summary
 
 
 def open_checked(path: Path, name: str, summary: CheckpointSummary) -> BinaryIO:

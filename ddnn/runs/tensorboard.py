@@ -8,7 +8,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +22,14 @@ from ddnn.util.errors import UserError
 from ddnn.util.files import ensure_directory, require_kind
 
 _PREFIX = "events.out.tfevents."  # by which TensorBoard knows its files
-_FRACTIONS = {"compute": "compute", "data": "data", "comm": "communication", "wait": "waiting"}
+_OF_WORKERS = {
+    "compute_fraction": "time/compute",
+    "data_fraction": "time/data",
+    "comm_fraction": "time/communication",
+    "wait_fraction": "time/waiting",
+    "consensus_distance": "workers/consensus_distance",
+}
+"""Fields of the workers' rows whose means are shown, with their tags."""
 
 
 def import_tensorboard() -> Any:
@@ -49,7 +56,7 @@ class TensorBoardWriter(MetricsWriter):
         self._metrics = metrics
         self._workers: list[WorkerRow] = []  # of the epoch whose other rows have not been written yet
         self._begun = False
-        self._types = import_tensorboard()
+        self._event, self._session_log, self._summary, self._record_writer = import_tensorboard()
 
     def encode(self, row: MetricsRow) -> bytes:
         return self._encode_at(row, time.time())
@@ -70,10 +77,10 @@ class TensorBoardWriter(MetricsWriter):
             with suppress(OSError):
                 old.unlink()
         self.path, self._begun = folder / f"{_PREFIX}{int(now):010d}.{socket.gethostname()}.{os.getpid()}", True
-        event, session, _, _ = self._types
         # A TensorBoard that shows the removed file drops its points where it finds the start of a session at step 0.
-        started = event(wall_time=now, session_log=session(status=session.START))
-        pieces = [self._framed([event(wall_time=now, file_version="brain.Event:2"), started])]
+        started = self._session_log(status=self._session_log.START)
+        pieces = [self._framed(file_version="brain.Event:2", wall_time=now)]
+        pieces.append(self._framed(session_log=started, wall_time=now))
         rows = list(iterate_rows(self._metrics))
         took = (0.0 if isinstance(row, WorkerRow) else getattr(row, "seconds", None) or 0.0 for row in rows)
         ends = list(accumulate(took))
@@ -85,20 +92,16 @@ class TensorBoardWriter(MetricsWriter):
         if isinstance(row, WorkerRow):
             self._workers.append(row)
             return b""
-        scalars = {name: value for name, value in self._scalars(row) if value is not None}
-        if not scalars:
-            return b""
-        event, _, summary, _ = self._types
-        values = [summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        step = getattr(row, "epoch", 0)
-        return self._framed([event(wall_time=wall_time, step=step, summary=summary(value=values))])
+        scalars = [(tag, value) for tag, value in self._scalars(row) if value is not None]
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
+        step, summary = getattr(row, "epoch", 0), self._summary(value=values)
+        return self._framed(step=step, summary=summary, wall_time=wall_time) if values else b""
 
-    def _framed(self, events: Iterable[Any]) -> bytes:
-        framed = io.BytesIO()
-        writer = self._types[3](framed)
-        for event in events:
-            writer.write(event.SerializeToString())
-        return framed.getvalue()
+    def _framed(self, **fields: Any) -> bytes:
+        """An event as a record of the file."""
+        record = io.BytesIO()
+        self._record_writer(record).write(self._event(**fields).SerializeToString())
+        return record.getvalue()
 
     def _scalars(self, row: MetricsRow) -> Iterator[tuple[str, float | None]]:
         """Tag and value, None where it is not known; the step is the epoch."""
@@ -116,11 +119,6 @@ class TensorBoardWriter(MetricsWriter):
             yield "speed/frames_per_second", row.frames_per_second
         if split == "cv":  # the last row of an epoch
             workers, self._workers = self._workers, []
-            for field, name in _FRACTIONS.items():
-                yield f"time/{name}", _mean(getattr(one, f"{field}_fraction") for one in workers)
-            yield "workers/consensus_distance", _mean(one.consensus_distance for one in workers)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+            for field, tag in _OF_WORKERS.items():
+                values = [value for worker in workers if (value := getattr(worker, field)) is not None]
+                yield tag, fmean(values) if values else None
