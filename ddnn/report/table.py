@@ -51,18 +51,15 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         runs = []
         for number, (run, summary) in enumerate(zip(self.runs, self.summaries, strict=True)):
-            contrast = {_word(key): self.settings[key][number] for key in CONTRAST}
+            settings = {key: v if v is None else str(v) for key, v in self._settings_of(number).items()}
             start, events = run.start and run.start.model_dump(), [event.model_dump() for event in run.metrics.events]
-            more = {"results": run.results[0], "start": start, "events": events}
-            runs.append({"name": run.name, "path": str(run.path), **contrast, **summary, **more})
-        differing = {key: values for key, values in self.settings.items() if key not in CONTRAST}
-        return {
-            "runs": runs,
-            "differing": {key: [v if v is None else str(v) for v in values] for key, values in differing.items()},
-            "remarks": remarks(self.runs, self.summaries),
-            "plots": list(map(str, self.plots)),
-            "tables": list(map(str, self.tables)),
-        }
+            more = {"settings": settings, "results": run.results[0], "start": start, "events": events}
+            runs.append({"name": run.name, "path": str(run.path), **summary, **more})
+        files = {"plots": list(map(str, self.plots)), "tables": list(map(str, self.tables))}
+        return {"runs": runs, "remarks": remarks(self.runs, self.summaries), **files}
+
+    def _settings_of(self, number: int) -> dict[str, Any]:
+        return {key: values[number] for key, values in self.settings.items()}
 
     def as_text(self) -> str:
         settings = {_word(key) if key in CONTRAST else key: _texts(values) for key, values in self.settings.items()}
@@ -91,8 +88,7 @@ class Report:
         more = ("minibatch_size", "schedule.initial_learning_rate")
         rows = []
         for number, (run, summary) in enumerate(zip(self.runs, self.summaries, strict=True)):
-            settings = {key: values[number] for key, values in self.settings.items()}
-            settings |= {key: _setting(run.recipe, key) for key in more}
+            settings = self._settings_of(number) | {key: _setting(run.recipe, key) for key in more}
             rows.append({"run": run.name, "path": run.path, **settings, **summary, **run.results[0]})
         return _csv(rows)
 
