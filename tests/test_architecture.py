@@ -33,7 +33,7 @@ TOKENS = {
     "recipe": 12_100,
     "report": 12_600,
     "reproduce": 15_550,
-    "runs": 12_700,
+    "runs": 12_600,
     "slurm": 6_650,
     "synth": 5_250,
     "training": 33_750,

@@ -303,10 +303,10 @@ def test_nothing_known(tmp_path: Path) -> None:
             describe_path(path)
         assert caught.value.location == str(path)
         assert said in str(caught.value.hint)
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="No such file"):
         describe_path(tmp_path / "nix")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         describe_path(tmp_path / "pipe")
 
 
@@ -449,11 +449,11 @@ def test_matrices_and_vectors_without_a_key(tmp_path: Path) -> None:
     path.write_text(" [\n  1 2 3\n  4 5 6 ]\n")
     assert facts(path) == expected
     path.write_bytes(b"\0BFV \4\2\0\0\0" + np.array([3, 4], "<f4").tobytes())
-    assert facts(path) == {"kind": "Kaldi vector", "values": 2}
+    assert facts(path) == {"kind": "Kaldi vector"}
     counts = path.rename(tmp_path / "ali_train_pdf.counts")
     assert facts(counts) == {"kind": "Kaldi vector of pdf counts", "pdfs": 2, "frames": 7.0}
     path.write_text(" [ -1.5 2 3 ]\n")
-    assert facts(path) == {"kind": "Kaldi vector", "values": 3}
+    assert facts(path) == {"kind": "Kaldi vector"}
     counts.write_text(" [ nan 2 3 ]\n")
     with pytest.raises(DataError, match="expected a count of frames, found nan"):
         describe_path(counts)

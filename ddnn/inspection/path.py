@@ -1,5 +1,5 @@
-"""What a path is: its kind, by its name and first bytes, and of what ddnn reads or writes the counts, dims and first
-keys. Only the beginning of a large file is read."""
+"""What a path is: its kind, recognized by its name and first bytes. For what ddnn reads or writes, also counts, dims and the
+first keys. Only the beginning of a large file is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ddnn.kaldi.archive import (
     read_keyed_lines,
     read_scp,
 )
-from ddnn.kaldi.basic_types import locating_errors, open_kaldi_file, open_stream
+from ddnn.kaldi.basic_types import locating_errors, open_stream
 from ddnn.kaldi.data_dir import read_data_dir, read_text, read_utt2spk
 from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1 import Activation, Component, ParallelComponent
@@ -79,8 +79,10 @@ def describe_path(path: Path) -> Info:
         if match is not None and any(_is_called(path, name) for name in names.split()):
             fields = {name: value for name, value in describe(path).items() if value not in (None, "")}
             return Info(path, kind.format(*map(bytes.decode, match.groups())), fields)
-    known = {f"{kind} ({names})" if path.is_dir() else kind.partition(" (")[0]: None for names, _, kind, _ in kinds}
-    raise UserError(f"unrecognized {what}", location=path, hint=f"recognized are: {', '.join(known)}")
+    recognized = {
+        f"{kind} ({names})" if path.is_dir() else kind.partition(" (")[0]: None for names, _, kind, _ in kinds
+    }
+    raise UserError(f"unrecognized {what}", location=path, hint=f"recognized are: {', '.join(recognized)}")
 
 
 def _is_called(path: Path, name: str) -> bool:
@@ -96,11 +98,6 @@ def _nothing(path: Path) -> Fields:
 def _matrix(path: Path) -> Fields:
     rows, columns = read_matrix(path).shape
     return {"rows": rows, "columns": columns}
-
-
-def _vector(path: Path) -> Fields:
-    with open_kaldi_file(path, "a Kaldi vector") as reader:
-        return {"values": len(reader.float_vector())}
 
 
 def _pdf_counts(path: Path) -> Fields:
@@ -162,7 +159,7 @@ def _metrics(path: Path) -> Fields:
         "last": format_figures(metrics.cv[-1]) if metrics.cv else None,
         "last_accepted": format_figures(metrics.last_accepted, metrics.combination),
         "lowest_loss": format_figures(metrics.lowest_loss),
-        "ended": metrics.end and metrics.end.why,
+        "ended": metrics.end and metrics.end.reason_text,
         "precision": metrics.starts[-1].precision if metrics.starts else None,
         "workers": metrics.num_workers or None,
     }
@@ -406,7 +403,7 @@ _FILES: tuple[Kind, ...] = (
     ("*.yaml *.yml", b"", "recipe", _recipe),
     ("*", rb"\0B[FD]M |\0BCM[23]? |\s*\[[ \t]*\n", "Kaldi matrix", _matrix),
     ("*.counts", rb"\0B[FD]V |\s*\[", "Kaldi vector of pdf counts", _pdf_counts),
-    ("*", rb"\0B[FD]V |\s*\[", "Kaldi vector", _vector),
+    ("*", rb"\0B[FD]V |\s*\[", "Kaldi vector", _nothing),
     ("*", rb"(?:\0B)?\xd6\xfd\xb2\x7e", "OpenFst graph", _fst),
     ("*", rb"(?:\0B)?\s*<TransitionModel>", "Kaldi acoustic model (its transition model)", _transitions),
     ("*", rb"(?:\0B)?\s*ContextDependency", "Kaldi phonetic decision tree", _nothing),

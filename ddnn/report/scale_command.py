@@ -100,7 +100,7 @@ class Scaling:
         sources = shortest_ends([Path(check.source) for check in self.checks])
         return render(
             "scale.txt.j2",
-            found=self,
+            scaling=self,
             checks=list(zip(sources, self.checks, strict=True)),
             speed_ups={p.workers: [self.speed_up(scheme, p.workers) for scheme in SAME_COST] for p in self.predictions},
             costs=list(map(str, SAME_COST)),

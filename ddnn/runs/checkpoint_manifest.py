@@ -1,6 +1,6 @@
 """Names and manifests of checkpoints, for all who look at them: `ddnn.runs.checkpoint` has the layout. Needs no
-torch. They are read as a stranger's: nothing in them can run code, symbolic links are not followed, and no more is read
-than the file system and the manifest both say."""
+torch. Files are not trusted: nothing in them can run code, symbolic links are not followed, and no more is read than the
+file system and the manifest both say."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def parse_manifest(text: str, written: float, number: int, path: Path) -> Checkp
         raise CheckpointError(f"{MANIFEST} is not what was written: its SHA-256 differs")
     if type(value.get("format")) is not int or value["format"] != FORMAT:
         form, version = (str(value.get(key))[:20] for key in ("format", "ddnn"))
-        found = f"a checkpoint of format {form!r} found, {FORMAT} expected"
-        message = f"{found}: it was written by ddnn {version!r}, this is {ddnn.__version__}"
+        formats = f"a checkpoint of format {form!r} found, {FORMAT} expected"
+        message = f"{formats}: it was written by ddnn {version!r}, this is {ddnn.__version__}"
         hint = "resume with the version of ddnn that started this training, or train in another run dir"
         raise DataError(message, location=path, hint=hint)
     try:
@@ -175,8 +175,8 @@ def checkpoint_numbers(directory: Path, prefix: str = "", max_names: int | None 
     exist."""
     try:
         with os.scandir(real_folder(directory)) as entries:
-            found = (_FOLDER.fullmatch(entry.name) for entry in islice(entries, max_names))
-            numbers = [int(match["number"]) for match in found if match and match["prefix"] == prefix]
+            matches = (_FOLDER.fullmatch(entry.name) for entry in islice(entries, max_names))
+            numbers = [int(match["number"]) for match in matches if match and match["prefix"] == prefix]
     except FileNotFoundError:
         return []
     return sorted(filter(None, numbers))

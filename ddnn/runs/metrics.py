@@ -37,7 +37,7 @@ MAX_BYTES = 64 << 20  # ten thousand epochs of one worker, or a hundred epochs o
 MAX_PENDING_ROWS = 10_000  # kept in memory while the disk is full, about 4 MB; beyond it the oldest are lost
 _MAX_LINE = 1 << 20
 MUCH_HIGHER = 1.02
-"""A final model is warned of if its cross-validation loss is so many times that of an earlier epoch."""
+"""A warning is given if the final model's cross-validation loss is more than this many times that of an earlier epoch."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def iterate_rows(path: Path) -> Iterator[MetricsRow]:
-    """The rows in the order of the file, of which a training may just write the last; none of a missing file. Lines
-    that are no rows are passed over."""
+    """The rows in the order of the file, the last of which may still be being written. A missing file has none. Lines that
+    are no rows are skipped."""
     with suppress(DataError):
         for _, line in _lines(path):
             with suppress(ValueError):

@@ -251,8 +251,8 @@ EndReason = Literal["converged", "epochs-exhausted", "stopped", "diverged", "fai
 
 
 class EndRow(_Result):
-    """Why a start of the training ended, and its model: the final one, or after the last three reasons what was kept so
-    far. A worker that is killed leaves none."""
+    """Why this run of the training ended, and which model it left: the final one, or, for the last three reasons, the best
+    so far. A worker that is killed leaves no such row."""
 
     KEY = None
     type: Literal["end"] = "end"
@@ -272,7 +272,7 @@ class EndRow(_Result):
         return ""
 
     @property
-    def why(self) -> str:
+    def reason_text(self) -> str:
         return self.detail if self.reason == "epochs-exhausted" else f"{self.reason}: {self.detail}"
 
     @property
@@ -283,7 +283,7 @@ class EndRow(_Result):
             parts[1] = f"CV {parts[1]}{' (bf16)' if self.precision == 'bf16' else ''}"
         kept = next(iter(self.kept.values()), None)
         alone = f"; epoch {self.kept_epoch} alone {math.nan if kept is None else kept:.4f}" if self.combination else ""
-        return f"{', '.join(parts)}{alone} ({self.why})"
+        return f"{', '.join(parts)}{alone} ({self.reason_text})"
 
 
 class PretrainRow(MetricsRow):

@@ -93,7 +93,7 @@ class RunDir:
     ) -> RunDir:
         """Creates the directory, or takes one in which no training has begun or which is to be resumed; locks it, and
         sends the log of `ddnn` to train.log until `close`. `tensorboard`: whether rows are also written for TensorBoard.
-        Other arguments and errors as of `check_run_dir`; UserError: the package tensorboard is missing."""
+        For other arguments and errors see `check_run_dir`; UserError: the package tensorboard is missing."""
         check_run_dir(path, kind, resume=resume, recipe=recipe)
         run = cls(path, kind)
         if tensorboard:
@@ -327,8 +327,8 @@ class RunDir:
             state = "diverged" if isinstance(error, DivergedError) else "interrupted" if stopped else "failed"
             message = message[: run_status.MAX_MESSAGE]
             if not self._refused:
-                found = run_status.RunError(type=type(error).__name__, message=message, hint=hint)
-                self.set_status(state=state, error=found)
+                recorded = run_status.RunError(type=type(error).__name__, message=message, hint=hint)
+                self.set_status(state=state, error=recorded)
             outcome = "the resume was refused" if self._refused else state
             record = {"msg": f"{outcome}: {text}", "levelno": logging.ERROR, "levelname": "ERROR"}
             self._log.handle(logging.makeLogRecord(record))  # only here: the command line tells the person

@@ -1,5 +1,5 @@
-"""What programs need of a run directory that do not hold it: the names of its files, status.json, and whether a run may
-begin in it. Needs no torch."""
+"""What programs that do not hold the lock of a run directory need to know: the names of its files, status.json, and whether
+a run may begin in it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RunStatus(_Part):
     world_size: int = 1
     epoch: int = 0  # finished epochs (of a pretraining: those over `rbm`)
     max_epochs: int | None = None
-    minibatch: int = 0  # finished ones of the next epoch, as of the last update
+    minibatch: int = 0  # finished ones of the next epoch, at the last update
     rbm: int | None = None  # in training, from 1
     num_rbms: int | None = None
     started: float  # seconds since 1970
@@ -129,11 +129,11 @@ def record_failure(run_dir: Path, message: str, since: float) -> None:
 
 def newest_checkpoint(run_dir: Path) -> object:
     """A value that changes with each new checkpoint and each finished RBM; None where there is none to resume from."""
-    found = []
+    progress = []
     for directory in (run_dir, run_dir / PRETRAIN):
         numbers = [int(path.name) for path in (directory / CHECKPOINTS).glob("[0-9]*") if path.name.isdigit()]
-        found.append((max(numbers, default=0), sorted(path.name for path in directory.glob("rbm*.safetensors"))))
-    return found if found != [(0, []), (0, [])] else None
+        progress.append((max(numbers, default=0), sorted(path.name for path in directory.glob("rbm*.safetensors"))))
+    return progress if progress != [(0, []), (0, [])] else None
 
 
 def is_finished(run_dir: Path) -> bool:
@@ -150,8 +150,8 @@ def run_dir_of(model: Path) -> Path:
 
 
 def model_digest(model: Path) -> str | None:
-    """By which results are known to be of the final model that is there now, and not of the one before it was trained
-    longer: 16 digits of the file's SHA-256. `model`: a run dir, or a file. None where it cannot be read."""
+    """16 digits of the SHA-256 of a model file, which tell results of the current final model from those of the model before
+    it was trained longer. `model`: a run dir, or a file. None where it cannot be read."""
     digest = hashlib.sha256()
     try:
         with open_regular(model if model.is_file() else model / FINAL) as handle:
@@ -172,9 +172,9 @@ def resume_command(run_dir: Path, kind: Kind = "training") -> str:
     return f"ddnn pretrain {recipe} --run-dir {path}{allow}"
 
 
-def is_of_run_dir(recipe: Path, run_dir: Path) -> bool:
-    """Whether a recipe is one that a run has left, in `run_dir`, in one that is named instead of a recipe, or in any other.
-    It may be a stranger's, whom the user has not read."""
+def is_recorded_recipe(recipe: Path, run_dir: Path) -> bool:
+    """Whether the recipe was written by an earlier run, in `run_dir` or any other run dir, rather than by the user. It may
+    come from an untrusted run dir."""
     folders = recipe.parent.resolve(), recipe.resolve().parent
     left = any((folder / name).exists() for folder in folders for name in (LOG, STATUS))
     return recipe.is_dir() or run_dir.resolve() in folders or left
@@ -189,13 +189,13 @@ def find_recipe(recipe: Path, run_dir: Path, resume: Resume) -> Path:
     if resume == "no" and of_run_dir.is_file():
         raise UserError("this is a run dir, no recipe", location=recipe, hint="resume it with --resume")
     if resume != "no" and not (of_run_dir if recipe.is_dir() else recipe).exists():
-        found = f"there is no {RECIPE}" if recipe.is_dir() else "no such recipe or run dir"
+        problem = f"there is no {RECIPE}" if recipe.is_dir() else "no such recipe or run dir"
         hint = "name a recipe, or the run dir of a training"
-        raise UserError(f"{found}: nothing to resume", location=recipe, hint=hint)
+        raise UserError(f"{problem}: nothing to resume", location=recipe, hint=hint)
     if resume == "yes" and not any((run_dir / name).exists() for name in (RECIPE, LOG, CHECKPOINTS)):
-        found = "there is no training in this directory" if run_dir.exists() else "no such run dir"
+        problem = "there is no training in this directory" if run_dir.exists() else "no such run dir"
         hint = "check the name; to start a training there, leave out --resume"
-        raise UserError(f"{found}: nothing to resume", location=run_dir, hint=hint)
+        raise UserError(f"{problem}: nothing to resume", location=run_dir, hint=hint)
     return of_run_dir if recipe.is_dir() and resume != "no" else recipe
 
 
@@ -282,8 +282,8 @@ def check_run_dir(
                 hint = "name the --run-dir of the training to resume"
                 raise UserError(f"{message}{RECIPE} with a {LOG}", location=path, hint=hint)
         if kind == "pretraining" and names - {LOG, STATUS}:
-            found = read_bytes_limited(path / RECIPE, 64 << 20) if RECIPE in names else b""
-            if RECIPE not in names or found.decode("utf-8", "replace") != recipe:
+            recorded = read_bytes_limited(path / RECIPE, 64 << 20) if RECIPE in names else b""
+            if RECIPE not in names or recorded.decode("utf-8", "replace") != recipe:
                 message = "the directory exists already and holds no pretraining with the same data, model, pretrain"
                 hint = f"name another --run-dir, {remove}; pretrain.dbn takes finished RBMs"
                 raise UserError(f"{message} and seed", location=path, hint=hint)

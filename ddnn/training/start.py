@@ -106,7 +106,7 @@ def read_recipe(command: TrainingCommand, *, must_exist: bool = True) -> Recipe:
         find_recipe(command),
         command.all_settings,
         must_exist=must_exist,
-        user_supplied=not run_status.is_of_run_dir(command.recipe, location),
+        user_supplied=not run_status.is_recorded_recipe(command.recipe, location),
         optional_paths=("init.model",) if started else (),
         note=log.debug if in_mpi_job() else log.info,
     )

@@ -156,7 +156,11 @@ def test_each_start_records_how_it_ended(tmp_path: Path, stop_at: Callable[[int,
     with pytest.raises(TrainingInterrupted):
         run_training(recipe, run, "cpu")
     status, stopped = read_status(run), read_metrics(run / "metrics.jsonl").end
-    assert stopped is not None and (stopped.why, stopped.epoch, stopped.kept_epoch) == ("stopped: on SIGTERM", 1, 1)
+    assert stopped is not None and (stopped.reason_text, stopped.epoch, stopped.kept_epoch) == (
+        "stopped: on SIGTERM",
+        1,
+        1,
+    )
     assert stopped.figures == status.last.figures  # type: ignore
     assert status.metrics.end == stopped == status.run.end and re.search(r"ended +stopped\n", status.as_text())  # type: ignore[union-attr]
     assert status.as_dict()["end"]["reason"] == "stopped"
