@@ -157,7 +157,7 @@ def _headers() -> tuple[bytes, ...]:
 
 
 INDEX = CacheIndex(
-    key=KEY, dim=2, width=2, context=1, dtype="float32", selected=[0, 2], num_frames=[4, 5],
+    key=KEY, dim=2, selected=[0, 2], num_frames=[4, 5],
     pdf_counts=[3, 3, 3], counts={}, mismatch="", blocks=[],
 )  # fmt: skip
 
@@ -171,11 +171,11 @@ def cache_bytes() -> bytes:
 
 def _cache(folder: Path) -> None:
     try:
-        cache = CacheFile(folder / CACHE, KEY, 3)
+        cache = CacheFile(folder / CACHE, KEY, 3, FeatureConfig(splice=1))
         try:
             cache.check(1)
-            assert len(cache.features.tobytes()) == cache.index.feature_bytes
-            assert len(cache.labels) == cache.index.rows
+            body = cache.features.tobytes() + cache.labels.tobytes()
+            assert len(body) == sum(size for size, _ in cache.stored.blocks) and len(cache.labels) == cache.rows
         finally:
             cache.close()
     except (CorruptCacheError, OSError) as error:  # the caller warns and loads from the archives
