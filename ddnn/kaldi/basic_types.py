@@ -377,6 +377,8 @@ def open_stream(path: Path) -> BasicTypeReader:
     """Opens a table: a file or gzip. A name that ends in .gz must be a gzip; any gzip is decompressed. DataError: the
     file is missing, no regular file, empty, or not the gzip that its name promises."""
     try:
+        if not path.is_file():
+            raise DataError("the file does not exist, or is no regular file", location=path, hint="check the path")
         with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             is_gzip = stream.read(min(size, 2)) == b"\x1f\x8b"  # nothing of a file in /proc, which might wait
@@ -389,7 +391,7 @@ def open_stream(path: Path) -> BasicTypeReader:
         unzipped.limit = min(size * _DEFLATE_LIMIT, max(_LARGE, size * _LARGE_LIMIT))
         return BasicTypeReader(BufferedReader(cast(RawIOBase, unzipped), 1 << 16), unzipped.limit)
     except OSError as error:
-        raise DataError(f"cannot read: {error.strerror}", location=path, hint="check the path") from error
+        raise DataError(f"cannot read: {error.strerror}", location=path) from error
 
 
 @contextmanager
