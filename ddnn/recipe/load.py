@@ -49,12 +49,18 @@ def load_recipe(
     note: Callable[..., None] = log.info,
 ) -> Recipe:
     """Reads a recipe: first its includes, then its own keys, then `overrides` ("KEY=VALUE" each); the later one wins.
-    Keys of files that an override leaves unread, as it chooses another schedule, are dropped with a `note`.
-    Paths in the result are absolute. A key set to null takes its default. `must_exist`: whether a data path that does
-    not exist is a problem; the data of finished runs may be gone; `optional_paths`: keys of those that are no longer
-    needed. `user_supplied`: whether the user has named this very file.
-    Else it may be a stranger's, as what it includes may, and cannot allow shell commands: only `overrides` can.
-    RecipeError: all problems of all sources, one a line."""
+    Paths in the result are absolute. A key set to null takes its default.
+
+    Args:
+        must_exist: whether a data path that does not exist is a problem; the data of finished runs may be gone.
+        optional_paths: keys of paths that need not exist in any case.
+        user_supplied: the user named this file. Otherwise it and its includes are untrusted: only `overrides` may enable
+            shell commands.
+        note: told which keys of the files are dropped, because an override (another schedule, say) leaves them unread.
+
+    Raises:
+        RecipeError: all problems of all sources, one a line.
+    """
     tree = SourceTree()
     own = _read_with_includes(path, tree, [])
     in_files, trusted = dict(tree.values), {own.sources.get(PIPES)} if user_supplied else set()
@@ -124,12 +130,12 @@ def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: 
     own = source.read_yaml(path)
     _override(tree, SourceTree(problems=own.problems, incomplete=own.incomplete))
     own.problems = []
-    include = source.nested({name: value for name, value in own.values.items() if name.partition(".")[0] == "include"})
-    own.values = {name: value for name, value in own.values.items() if name.partition(".")[0] != "include"}
-    place, names = own.sources.get("include", ""), include.get("include")
-    names = [] if names is None else names if isinstance(names, list) else [names]
+    values, place = own.nested(), own.sources.get("include", "")
+    include = values.pop("include", None)
+    own.values = source.flat(values)
+    names = [] if include is None else include if isinstance(include, list) else [include]
     if not all(isinstance(name, str) and name and "\0" not in name for name in names):
-        text = f"include: {source.format_value(include['include'])} found, expected a file name or a list of them"
+        text = f"include: {source.format_value(include)} found, expected a file name or a list of them"
         tree.add_problem(text, place, incomplete=True)
         names = []
     chain = (*chain, path.resolve()) if names else chain

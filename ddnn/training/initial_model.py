@@ -192,9 +192,9 @@ def warn_of_random_frozen_layers(recipe: Recipe) -> None:
 def warn_of_known_utterances(
     recipe: Recipe, source: DataSource, cv_source: DataSource | None, cv: Sequence[str]
 ) -> None:
-    """A warning where the network of `init.model`, of a run dir, was trained on some of the utterances `cv`, which are now
-    those for cross-validation. It was on all of a corpus but those that its run held out; one is the same by its path,
-    or by utterances of its own that were held out."""
+    """Warns if the network of `init.model`, from a run dir, was trained on some of the cross-validation utterances `cv`. A run
+    trains on every utterance of its corpora except those it held out. Two corpora count as the same if their paths are equal
+    or a held-out utterance occurs in both."""
     if not isinstance(recipe.init, TrainedModelConfig):
         return
     run, corpora, kept = run_dir_of(recipe.init.model), set[Path](), set[str]()
