@@ -30,7 +30,7 @@ TOKENS = {
     "kaldi": 20_500,
     "nn": 26_700,
     "optim": 7_500,
-    "recipe": 12_100,
+    "recipe": 12_050,
     "report": 12_600,
     "reproduce": 15_550,
     "runs": 12_600,

@@ -90,13 +90,13 @@ def slurm_options(command: Callable[..., None]) -> Callable[..., None]:
     )  # fmt: skip
     @functools.wraps(command)
     def gathered(slurm: bool, **arguments: Any) -> None:
-        given = {name: value for name in _SLURM_NAMES if (value := arguments.pop(name)) not in (None, ())}
-        if given and not slurm:
-            names = ", ".join("--" + name.replace("_", "-") for name in given)
+        values = {name: value for name in _SLURM_NAMES if (value := arguments.pop(name)) not in (None, ())}
+        if values and not slurm:
+            names = ", ".join("--" + name.replace("_", "-") for name in values)
             names = names.replace("--options", "--sbatch-option")
             raise UserError(f"{names} without --slurm", location="the command line", hint="add --slurm, or remove it")
-        cluster, job_name = given.pop("cluster", None), given.pop("job_name", None)
-        command(**arguments, slurm=SlurmOptions(cluster, job_name, given) if slurm else None)
+        cluster, job_name = values.pop("cluster", None), values.pop("job_name", None)
+        command(**arguments, slurm=SlurmOptions(cluster, job_name, values) if slurm else None)
 
     return gathered
 

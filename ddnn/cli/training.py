@@ -125,8 +125,8 @@ def _start(
 ) -> None:  # fmt: skip
     """On this machine or as a Slurm job; with `dry_run` only shows what it would be."""
     if no_data and (not dry_run or slurm is not None):
-        found = "with --slurm, which does not look at the data" if dry_run else "without --dry-run"
-        raise UserError(f"given {found}", location="--no-data", hint="remove it")
+        where = "with --slurm, which does not look at the data" if dry_run else "without --dry-run"
+        raise UserError(f"given {where}", location="--no-data", hint="remove it")
     command = TrainingCommand(kind, settings=settings, **options)
     if allow_pipes:
         command = command.with_setting(ALLOW_PIPES)

@@ -178,8 +178,8 @@ def _lower_layers(model: AcousticModel, layer: int) -> AcousticModel:
     if layer >= len(layers):
         last = len(layers) - 1
         raise UserError(f"{layer} found, the network has the layers 0 to {last}", location="--layer")
-    kept = layers[: layer + 1]
-    return replace(model, network=Network(kept, model.network.parameters[: num_parameters(kept)]))
+    lower = layers[: layer + 1]
+    return replace(model, network=Network(lower, model.network.parameters[: num_parameters(lower)]))
 
 
 def _check_stdout() -> None:

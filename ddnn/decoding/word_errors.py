@@ -112,8 +112,8 @@ def estimate_of(difference: float, replicates: npt.NDArray[np.float64]) -> Estim
 def wer_interval(errors: Sequence[int], words: Sequence[int], speakers: Sequence[int]) -> tuple[float, float]:
     """The 95 % interval of one system's word error rate in percent, between percentiles of the bootstrap replicates;
     arguments by utterance: see `bootstrap_wer`."""
-    own = np.array([errors])
-    estimate = bootstrap_wer(own, np.zeros_like(own), np.array(words), np.array(speakers))
+    system_errors = np.array([errors])
+    estimate = bootstrap_wer(system_errors, np.zeros_like(system_errors), np.array(words), np.array(speakers))
     return estimate.low, estimate.high
 
 
@@ -138,8 +138,8 @@ def units_drawn(utt2spk: Path, utterances: Sequence[str]) -> tuple[Sequence[int]
         speakers = speaker_numbers(utt2spk, utterances)
     except DataError as error:
         log.warning("%s: %s; the interval is over utterances", utt2spk, error.message)
-    known = len(set(speakers)) >= MIN_SPEAKERS
-    return (speakers, "speakers") if known else (range(len(utterances)), "utterances")
+    enough_speakers = len(set(speakers)) >= MIN_SPEAKERS
+    return (speakers, "speakers") if enough_speakers else (range(len(utterances)), "utterances")
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,15 @@ def keys_of(section: str) -> list[str]:
 def layer_keys() -> dict[str, dict[str, KeyInfo]]:
     """For each kind of `model.layers` its keys by name: first the one whose value may stand for all, last those of other
     kinds too."""
-    found = {}
+    by_kind = {}
     for kind, section in LAYERS.items():
         _, keys = _walk_schema(section.model_json_schema())
         order = sorted(
             section.model_fields,
             key=lambda name: (name != section.primary_key, name in TrainedLayerConfig.model_fields),
         )
-        found[kind] = {name: keys[name] for name in order}
-    return found
+        by_kind[kind] = {name: keys[name] for name in order}
+    return by_kind
 
 
 def _names() -> list[str]:
@@ -126,8 +126,8 @@ def recipe_reference() -> str:
     template = environment().get_template("recipe.md.j2")
     fragments = shipped_fragments()
     layers = {kind: (_unwrapped(section.__doc__ or ""), layer_keys()[kind]) for kind, section in LAYERS.items()}
-    known = {"keys": keys().values(), "sections": sections(), "layers": layers}
-    return template.render(known, fragments=fragments, REQUIRED=REQUIRED)
+    values = {"keys": keys().values(), "sections": sections(), "layers": layers}
+    return template.render(values, fragments=fragments, REQUIRED=REQUIRED)
 
 
 @cache

@@ -164,8 +164,8 @@ def _override(tree: SourceTree, later: SourceTree) -> None:
     tree.problems += later.problems
     tree.incomplete |= later.incomplete
     replaced = tuple(f"{name}[" for name in later.values)
-    kept = {name: place for name, place in tree.sources.items() if not name.startswith(replaced)}
-    tree.sources = kept | later.sources
+    retained = {name: place for name, place in tree.sources.items() if not name.startswith(replaced)}
+    tree.sources = retained | later.sources
     for name, value in later.values.items():
         section = name.rpartition(".")[0]
         if name in keys() and name in sections():
@@ -190,11 +190,11 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> tuple[R
             recipe = Recipe.model_validate(source.nested({"data": {}} | values), strict=True)
         except ValidationError as error:
             details = [detail for detail in error.errors() if detail["type"] != "default_factory_not_called"]
-            found = {_locate(detail): detail for detail in details}
+            details_by_name = {_locate(detail): detail for detail in details}
             if not wrong:  # what a second look finds follows from the values that were removed after the first
-                for key, name in sorted(found, key=lambda names: names[0] in keys()):
-                    problems += _describe(key, name, found[key, name], path, tree)
-            for key, _ in found:
+                for key, name in sorted(details_by_name, key=lambda names: names[0] in keys()):
+                    problems += _describe(key, name, details_by_name[key, name], path, tree)
+            for key, _ in details_by_name:
                 wrong.add(key)
                 section = key.rpartition(".")[0]
                 removed = section if section in keys() else key  # of the mapping that a key takes none is used
@@ -271,21 +271,21 @@ def _describe_layer(name: str, detail: ErrorDetails, tree: SourceTree) -> Proble
     """The problem with an item of `model.layers`, or with a key of it."""
     _, item, kind, key, *_ = (*name.split("."), "", "")
     place = tree.sources.get(f"model.{item}.{key}") or tree.source_of(name) or ""
-    value, known = detail["input"], layer_keys().get(kind, {})
+    value, infos = detail["input"], layer_keys().get(kind, {})
     if not kind:
         text = f"{name}: {why_no_layer(value)}"
     elif not key:
-        found = f"{source.format_value(value)} found, expected a mapping of {', '.join(known)}"
+        found = f"{source.format_value(value)} found, expected a mapping of {', '.join(infos)}"
         text = f"{name}: {detail['ctx']['error'] if detail['type'] == 'value_error' else found}"
     elif detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, known, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
+        near = difflib.get_close_matches(key, infos, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(infos)}"
         text = f"{source.format_key(name)}: unknown key; {meant}"
     elif detail["type"] == "missing":
-        text = known[key].as_missing(name)
+        text = infos[key].as_missing(name)
     else:
-        whole = value if detail["loc"][-1] in (key, VALUE.tag) else {}
-        text = known[key].as_wrong(name.removesuffix(f".{LAYERS[kind].primary_key}"), whole)
+        shown = value if detail["loc"][-1] in (key, VALUE.tag) else {}
+        text = infos[key].as_wrong(name.removesuffix(f".{LAYERS[kind].primary_key}"), shown)
     return Problem(text, place)
 
 
@@ -396,13 +396,13 @@ def _cross_validation(cv: CrossValidationConfig) -> Iterator[Complaint]:
 
 def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
     """A growing minibatch that shrinks; `minibatch_scope: total` with one that the workers cannot share equally."""
-    given, workers = recipe.minibatch_size, recipe.minibatch_workers
-    sizes = {"minibatch_size": given} if isinstance(given, int) else {}
-    if not isinstance(given, int):
-        sizes = {"minibatch_size.start": given.start, "minibatch_size.end": given.end}
-        if given.end < given.start:
-            expected = f"at least minibatch_size.start = {given.start}"
-            yield Complaint("minibatch_size.end", f"{given.end} found, expected {expected}")
+    size_or_growth, workers = recipe.minibatch_size, recipe.minibatch_workers
+    sizes = {"minibatch_size": size_or_growth} if isinstance(size_or_growth, int) else {}
+    if not isinstance(size_or_growth, int):
+        sizes = {"minibatch_size.start": size_or_growth.start, "minibatch_size.end": size_or_growth.end}
+        if size_or_growth.end < size_or_growth.start:
+            expected = f"at least minibatch_size.start = {size_or_growth.start}"
+            yield Complaint("minibatch_size.end", f"{size_or_growth.end} found, expected {expected}")
     for key, size in sizes.items():
         if size % workers:
             below = size - size % workers
@@ -429,10 +429,10 @@ def _lists(
     """Of a section whose alignments and transforms are not those of as many corpora as it has data dirs."""
     expected = len(as_list(dirs))
     for name, single in (("alignments", "an alignment"), ("transforms", "transforms")):
-        found = len(as_list(getattr(section, name)))
-        if expected and found not in (0, expected) and not (name == "transforms" and found == 1):
+        number = len(as_list(getattr(section, name)))
+        if expected and number not in (0, expected) and not (name == "transforms" and number == 1):
             hint = f"give {single} for each data dir, in the same order"
-            yield Complaint(f"{prefix}{name}", f"{found} found, but {key} names {expected}; {hint}")
+            yield Complaint(f"{prefix}{name}", f"{number} found, but {key} names {expected}; {hint}")
 
 
 def _rbms(model: ModelConfig, pretrain: PretrainConfig) -> Iterator[Complaint]:

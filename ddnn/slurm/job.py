@@ -79,8 +79,8 @@ def last_output(path: Path) -> str | None:
         handle.seek(max(0, os.fstat(handle.fileno()).st_size - _TAIL_BYTES))
         text = handle.read(_TAIL_BYTES).decode("utf-8", "replace").replace("\r", "\n")
     for pattern in (r"^ddnn: .+(?:\n  \w+: .+)*", r"^job\.sh: .+", r"^(?:slurmstepd|srun)\S* error: .+"):
-        if found := re.search(pattern, text, re.MULTILINE):
-            return printable(found[0].strip())[:_MAX_REASON]
+        if match := re.search(pattern, text, re.MULTILINE):
+            return printable(match[0].strip())[:_MAX_REASON]
     lines = [line for line in text.splitlines() if re.search(r"\w", line)]
     return printable(lines[-1].strip())[:_MAX_REASON] if lines else None
 
@@ -93,7 +93,7 @@ def slurm_state(job: Job, seconds: float = 10.0) -> SlurmState | None:
 def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, SlurmState | None]:
     """The states of many jobs, with one call of squeue for each cluster of a federation, each within so many
     seconds."""
-    found: dict[Job, SlurmState | None] = {}
+    states_by_job: dict[Job, SlurmState | None] = {}
     for cluster in {job.slurm_cluster for job in jobs}:
         here = [job for job in jobs if job.slurm_cluster == cluster]
         command = [
@@ -106,7 +106,7 @@ def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, SlurmS
         try:
             answer = run([*command, *([] if cluster is None else [f"--clusters={cluster}"])], timeout=seconds)
         except (OSError, subprocess.TimeoutExpired):
-            found |= dict.fromkeys(here)
+            states_by_job |= dict.fromkeys(here)
             continue
         rows = re.findall(r"^(\d+(?:_\d+)?)\|([A-Z_]+)(?:\|(.*))?$", answer.stdout, re.MULTILINE)
         states = {
@@ -116,9 +116,9 @@ def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, SlurmS
             for number, name, reason in rows
         }
         # A number that is unknown, or known but done.
-        known = answer.returncode == 0 or (len(here) == 1 and "Invalid job id" in answer.stderr)
-        found |= {job: states.get(job.number, SlurmState("GONE") if known else None) for job in here}
-    return found
+        is_certain = answer.returncode == 0 or (len(here) == 1 and "Invalid job id" in answer.stderr)
+        states_by_job |= {job: states.get(job.number, SlurmState("GONE") if is_certain else None) for job in here}
+    return states_by_job
 
 
 _DRY_RUN = "--dry-run shows the script and the options of sbatch"

@@ -65,13 +65,11 @@ def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticMode
     else:
         options.check_pretrains(recipe)
     input_dim, frames = width * (2 * recipe.data.splice + 1), int(index.num_frames.sum())
-    of = index.counts
-    skipped = (
-        f"{of['no_alignment']} without an alignment, {of['length_differs']} of another length, {of['empty']} empty"
-    )
+    counts = index.counts
+    skipped = f"{counts['no_alignment']} without an alignment, {counts['length_differs']} of another length, {counts['empty']} empty"
     lines = [
         f"data: {source.data}: {index.size()} ({duration(frames / 100)} at 10 ms a frame) of {width} dims",
-        f"skipped: {plural(len(index.directory.entries) - of['used'], 'utterance')} ({skipped}); trimmed: {of['trimmed']}",
+        f"skipped: {plural(len(index.directory.entries) - counts['used'], 'utterance')} ({skipped}); trimmed: {counts['trimmed']}",
         f"alignments: {source.alignments}: {index.num_pdfs} pdfs, {int((index.pdf_counts > 0).sum())} of them with frames",
     ]
     if plan.cv_source is not None:

@@ -51,15 +51,15 @@ class DataIdentity(BaseModel):
         rows = self.features[key], before.features.get(key, [[]])
         if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
             return "features of {} dimensions found, of {} expected".format(*(len((x or [[]])[0]) for x in rows))
-        found, expected = (torch.tensor(x, dtype=torch.float64) for x in rows)
-        scale = expected[1] + 0.01 * expected[0].abs()  # that of rounding, where the standard deviation is 0
-        change = ((found - expected).abs() / scale.clamp_(min=1e-30)).nan_to_num(nan=math.inf).amax(dim=0)
+        now_values, then_values = (torch.tensor(x, dtype=torch.float64) for x in rows)
+        scale = then_values[1] + 0.01 * then_values[0].abs()  # that of rounding, where the standard deviation is 0
+        change = ((now_values - then_values).abs() / scale.clamp_(min=1e-30)).nan_to_num(nan=math.inf).amax(dim=0)
         if bool((change <= FEATURE_TOLERANCE).all()):
             return None
         worst = int(change.argmax())
         figures = (
             "mean {:.6g}, standard deviation {:.6g}, weighted sum {:.6g}".format(*x[:, worst])
-            for x in (found, expected)
+            for x in (now_values, then_values)
         )
         return "other features: dimension {}: {} found, {} expected".format(worst, *figures)
 
@@ -99,8 +99,8 @@ def utterance_digest(utterances: Iterable[tuple[str, int]], digits: int = 16) ->
 
 def _positions(dataset: AcousticDataset, utterances: Iterable[str]) -> list[int]:
     """Positions in the dataset of those of the utterances that it has."""
-    wanted = set(utterances)
-    return [n for n, utterance in enumerate(dataset.utterances) if utterance in wanted]
+    names = set(utterances)
+    return [n for n, utterance in enumerate(dataset.utterances) if utterance in names]
 
 
 def label_digest(dataset: AcousticDataset, utterances: Iterable[str], comm: Communicator) -> str:

@@ -45,8 +45,8 @@ def load_trained(path: Path, features: FeatureConfig) -> AcousticModel:
     """The network of a run dir or a model file, or of a directory of nnet1 files; `features`: what it reads where these do not say it."""
     if path.suffix == ".safetensors" or (path / FINAL).exists() or (path / RECIPE).exists():
         return load_run(path)
-    known = nnet1_features(path) if features.transforms is None or (path / NNET1_FEATURES).exists() else None
-    return read_nnet1_dir(path, known or features)
+    stated = nnet1_features(path) if features.transforms is None or (path / NNET1_FEATURES).exists() else None
+    return read_nnet1_dir(path, stated or features)
 
 
 def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Recipe, AcousticModel | None]:
@@ -60,32 +60,37 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
         return with_recorded_network(recipe, before), None
     path = recipe.init.model
     model = load_trained(path, options.model_features(recipe))
-    found = _described_input(model, path)
-    described = _described_layers(with_defaults(recipe, found), model, path)
+    network_values = _described_input(model, path)
+    described = _described_layers(with_defaults(recipe, network_values), model, path)
     if recipe.model.layers is None:
-        found |= described
+        network_values |= described
     problems = [
         f"{name}: {_shown(get_value(recipe, name))} found, but the network of init.model has {_shown(value)}"
-        for name, value in found.items()
+        for name, value in network_values.items()
         if is_given(recipe, name) and get_value(recipe, name) != value
     ]
-    if "model.layers" in found:
+    if "model.layers" in network_values:
         given = (f"model.{key}" for key in UNIFORM_KEYS if is_given(recipe, f"model.{key}"))
-        has = f"but the network of init.model has layers of its own: {_shown(found['model.layers'])}"
-        problems += [f"{name}: {_shown(get_value(recipe, name))} found, {has}" for name in given]
-    kept, wanted = model.features.transforms, options.model_features(recipe).transforms
-    if not problems and kept == wanted and recipe.model.layers is not None:
-        model, problems = _trained_by(with_defaults(recipe, found), model, described)
+        of_network = f"but the network of init.model has layers of its own: {_shown(network_values['model.layers'])}"
+        problems += [f"{name}: {_shown(get_value(recipe, name))} found, {of_network}" for name in given]
+    network_transforms, recipe_transforms = model.features.transforms, options.model_features(recipe).transforms
+    if not problems and network_transforms == recipe_transforms and recipe.model.layers is not None:
+        model, problems = _trained_by(with_defaults(recipe, network_values), model, described)
     hints = ["remove what differs: keys that are not given take the values of the network"] * bool(problems)
-    if kept != wanted:
-        has, asked = (one.as_text() if one is not None else "none" for one in (kept, wanted))
-        problems.append(f"data.transforms: {asked} found, but the network of init.model was trained with {has}")
+    if network_transforms != recipe_transforms:
+        of_network, of_recipe = (
+            transforms.as_text() if transforms is not None else "none"
+            for transforms in (network_transforms, recipe_transforms)
+        )
+        problems.append(
+            f"data.transforms: {of_recipe} found, but the network of init.model was trained with {of_network}"
+        )
         give = "set data.transforms to the Kaldi dir of this data's transforms, such as exp/tri4_ali"
-        hints.append("remove data.transforms" if kept is None else give)
+        hints.append("remove data.transforms" if network_transforms is None else give)
     location = f"the recipe, with init.model: {path}"
     if problems:
         raise RecipeError(format_problems(problems, "keys do not fit"), location=location, hint="; ".join(hints))
-    recipe = with_defaults(recipe, found)
+    recipe = with_defaults(recipe, network_values)
     for key, complaint, _ in contradictions(recipe):
         raise RecipeError(f"{key}: {complaint}", location=location)
     for problem in parse_file(dump_recipe(recipe).encode(), RECIPE).problems:
@@ -105,8 +110,8 @@ def _trained_by(recipe: Recipe, model: AcousticModel, described: dict[str, Any])
     if is_equivalent(hidden, network.layers[:-1]):
         network = Network((*hidden, network.layers[-1]), network.parameters)
         return replace(model, network=network), []
-    has = ModelConfig(**{key.removeprefix("model."): value for key, value in described.items()}).summary()
-    return model, [f"model.layers: {recipe.model.summary()} found, but the network of init.model has {has}"]
+    own_layers = ModelConfig(**{key.removeprefix("model."): value for key, value in described.items()}).summary()
+    return model, [f"model.layers: {recipe.model.summary()} found, but the network of init.model has {own_layers}"]
 
 
 def _described_input(model: AcousticModel, path: Path) -> dict[str, Any]:
@@ -197,22 +202,22 @@ def warn_of_known_utterances(
     or a held-out utterance occurs in both."""
     if not isinstance(recipe.init, TrainedModelConfig):
         return
-    run, corpora, kept = run_dir_of(recipe.init.model), set[Path](), set[str]()
+    run, corpora, held_out = run_dir_of(recipe.init.model), set[Path](), set[str]()
     with suppress(OSError, UserError):
-        kept = set(read_bytes_limited(run / CV_UTTERANCES, MAX_LIST_BYTES).decode("utf-8", "replace").split())
+        held_out = set(read_bytes_limited(run / CV_UTTERANCES, MAX_LIST_BYTES).decode("utf-8", "replace").split())
         corpora = {path.resolve() for path in as_list(load_recipe(run / RECIPE, must_exist=False).data.train)}
-    known = set[str]()
+    trained_on = set[str]()
     for part in (*source.parts, *(cv_source.parts if cv_source is not None else ())):
         names = set(part.index.utterances)
-        if kept and (part.corpus.data.resolve() in corpora or kept & names):
-            known |= names & {*cv} - kept
-    if known:
+        if held_out and (part.corpus.data.resolve() in corpora or held_out & names):
+            trained_on |= names & {*cv} - held_out
+    if trained_on:
         message = "CV: the network of init.model was trained on %d of the %s for cross-validation, which will look too "
         message += "good, and Newbob may accept no epoch: %s"
-        same = kept <= {entry.key for entry in source.index.directory.entries}
+        same = held_out <= {entry.key for entry in source.index.directory.entries}
         advice = f"set data.cv.utterances: {run / CV_UTTERANCES}, those that it was not trained on"
         advice = advice if same else f"take the cross-validation data of {run / RECIPE}"
-        log.warning(message, len(known), plural(len(cv), "utterance"), advice)
+        log.warning(message, len(trained_on), plural(len(cv), "utterance"), advice)
 
 
 def initial_model(

@@ -49,8 +49,8 @@ def frames_memory(source: DataSource, utterances: Sequence[int], *, mapped: bool
     """What the frames of these utterances need: features and labels, and for each frame its index and two orders. With
     `mapped`, the whole cache file of a single corpus is not loaded but mapped; several are copied into one dataset."""
     features, num_frames = source.config.features, source.index.num_frames[list(utterances)]
-    whole = len(source.parts) == 1 and len(utterances) == len(source.index.entries)
-    rows = 0 if mapped and whole and source.parts[0].cache is not None else features.rows(num_frames)
+    is_all = len(source.parts) == 1 and len(utterances) == len(source.index.entries)
+    rows = 0 if mapped and is_all and source.parts[0].cache is not None else features.rows(num_frames)
     value_bytes = 2 if features.dtype == "float16" else 4
     size = rows * (source.width * value_bytes + 4) + 3 * 8 * int(num_frames.sum())
     return {f"frames in {features.dtype}": size}
@@ -88,10 +88,10 @@ def _check_hosts(workers: Sequence[Sequence[Any]], location: str | PathLike[str]
     `level`: None to log nothing."""
     for host in dict.fromkeys(str(worker[0]) for worker in workers):
         estimates = [estimate for name, estimate, _ in workers if name == host]
-        known = [int(size) for name, _, size in workers if name == host and size is not None]
-        if not known:
+        available_bytes = [int(size) for name, _, size in workers if name == host and size is not None]
+        if not available_bytes:
             continue
-        needed, available = sum(sum(estimate.values()) for estimate in estimates), min(known)
+        needed, available = sum(sum(estimate.values()) for estimate in estimates), min(available_bytes)
         parts = ", ".join(f"{purpose} {describe_bytes(size)}" for purpose, size in estimates[0].items())
         who = f"one process on {host} needs"
         if len(estimates) > 1:
@@ -173,9 +173,9 @@ def choose_feature_device(
 def describe_memory(memory: TrainingMemory, source: DataSource, shards: Sequence[Sequence[int]], device: str) -> str:
     """What each worker would need. DataError where all of them together would be refused on this machine."""
     place = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
-    host, available, own = SingleProcess().host, available_memory(), memory.on_host(place)
+    host, available, beside_frames = SingleProcess().host, available_memory(), memory.on_host(place)
     frames = [frames_memory(source, shard, mapped=False) for shard in shards]
-    _check_hosts([[host, {**size, **own}, available] for size in frames], source.data, logging.DEBUG)
+    _check_hosts([[host, {**size, **beside_frames}, available] for size in frames], source.data, logging.DEBUG)
     largest = max(frames, key=lambda size: sum(size.values()))
     parts = {**largest, **memory.cpu}
     needed = ", ".join(f"{purpose} {describe_bytes(size)}" for purpose, size in parts.items())

@@ -155,8 +155,8 @@ def _add_convolution(network: _Network, layer: Any) -> None:
     mean, width = (0.0, 0.0) if layer.activation != "sigmoid" else (-1.0, 2.0) if first else (-2.0, 4.0)
     defaults = {"max_norm": 30.0 if first else 50.0, "weight_stddev": 0.02 if first else 0.1}
     defaults |= {"bias_mean": mean, "bias_range": width}
-    given = {name: value for name, value in layer if name in defaults and value is not None}
-    numbers = defaults | given | dict.fromkeys(("learn_rate_coef", "bias_learn_rate_coef"), layer.learn_rate_coef)
+    from_recipe = {name: value for name, value in layer if name in defaults and value is not None}
+    numbers = defaults | from_recipe | dict.fromkeys(("learn_rate_coef", "bias_learn_rate_coef"), layer.learn_rate_coef)
     convolution = _convolution(network.row, layer, numbers)
     if rectified and layer.weight_stddev is None:
         convolution = replace(convolution, weight_stddev=math.sqrt(2.0 / convolution.fan_in))

@@ -156,25 +156,25 @@ def corpora(
     """The corpora that these two keys of the recipe name: each a path, or lists of as many. Transforms: of each, or a
     single dir for all."""
     pairs = list(zip(as_list(data), as_list(alignments), strict=True))
-    of: list[Path | None] = [*as_list(transforms)] or [None]
-    of = of * len(pairs) if len(of) == 1 else of
+    dirs: list[Path | None] = [*as_list(transforms)] or [None]
+    dirs = dirs * len(pairs) if len(dirs) == 1 else dirs
     numbers = [f"[{n}]" for n in range(len(pairs))] if len(pairs) > 1 else [""]
     named = ((keys[0] + number, keys[1] + number) for number in numbers)
-    return tuple(Corpus(*pair, names, path) for pair, names, path in zip(pairs, named, of, strict=bool(pairs)))
+    return tuple(Corpus(*pair, names, path) for pair, names, path in zip(pairs, named, dirs, strict=bool(pairs)))
 
 
 def data_config(recipe: Recipe, *, held_out: bool = True) -> TrainingDataConfig:
     """What the recipe says about data; `held_out`: whether there is cross-validation, which RBMs do without."""
-    of = recipe.data
-    features = replace(model_features(recipe), splice=of.splice, dtype=of.feature_dtype)
-    cv_keys, cv_transforms = ("data.cv.data", "data.cv.alignments"), of.cv.transforms or as_list(of.transforms)[:1]
-    cv = corpora(cv_keys, of.cv.data, of.cv.alignments, cv_transforms)
+    data = recipe.data
+    features = replace(model_features(recipe), splice=data.splice, dtype=data.feature_dtype)
+    cv_keys, cv_transforms = ("data.cv.data", "data.cv.alignments"), data.cv.transforms or as_list(data.transforms)[:1]
+    cv = corpora(cv_keys, data.cv.data, data.cv.alignments, cv_transforms)
     return TrainingDataConfig(
-        corpora(("data.train", "data.alignments"), of.train, of.alignments, of.transforms),
-        _taken(DataConfig, of, features=features, progress=progress_bar("loading")),
-        _taken(CvSelection, of.cv, corpora=cv) if held_out else None,
+        corpora(("data.train", "data.alignments"), data.train, data.alignments, data.transforms),
+        _taken(DataConfig, data, features=features, progress=progress_bar("loading")),
+        _taken(CvSelection, data.cv, corpora=cv) if held_out else None,
         recipe.seed,
-        normalize=of.normalize,
+        normalize=data.normalize,
     )
 
 

@@ -141,8 +141,8 @@ def dry_run(command: TrainingCommand, no_data: bool) -> str:
             return f"{printable(finished_message(command), '')}\n"
         if resume and not finished:
             check_resume(recipe, location)
-        if resume and (found := peek_checkpoint(location / CHECKPOINTS, lines.append)) is not None:
-            lines.append(f"resumes {location} from checkpoint {found.to_dict()['where']}")
+        if resume and (checkpoint := peek_checkpoint(location / CHECKPOINTS, lines.append)) is not None:
+            lines.append(f"resumes {location} from checkpoint {checkpoint.to_dict()['where']}")
         if not no_data:
             recipe, trained = with_initial_model(recipe, location if resume else None)
     lines = [describe(recipe), *lines]
@@ -155,16 +155,18 @@ def check_resume(recipe: Recipe, location: Path) -> None:
     none of the checkpoints can be used: before they are started, which takes time, and mpirun writes more lines about their
     end than they do."""
     problems = list[str]()
-    found = peek_checkpoint(location / CHECKPOINTS, problems.append)
-    if found is None and problems:
+    checkpoint = peek_checkpoint(location / CHECKPOINTS, problems.append)
+    if checkpoint is None and problems:
         message = f"there is no checkpoint to resume from: {problems[0]}"
         raise DataError(message, location=location / CHECKPOINTS)
-    before, precision = ("", None) if found is None else (found.metadata.get(key) for key in ("recipe", "precision"))
-    if found is None or not isinstance(before, str) or not isinstance(precision, str):
+    before, precision = (
+        ("", None) if checkpoint is None else (checkpoint.metadata.get(key) for key in ("recipe", "precision"))
+    )
+    if checkpoint is None or not isinstance(before, str) or not isinstance(precision, str):
         return  # the workers say what is wrong with it
     if isinstance(recipe.init, TrainedModelConfig) and (location / RECIPE).is_file():
         recipe = with_recorded_network(recipe, load_recipe(location / RECIPE, must_exist=False))
-    check_same_recipe(before, recipe, location / CHECKPOINTS / folder_name(found.number), precision)
+    check_same_recipe(before, recipe, location / CHECKPOINTS / folder_name(checkpoint.number), precision)
 
 
 def makes_longer(command: TrainingCommand, recipe: Recipe) -> bool:
@@ -228,7 +230,7 @@ class _Run(RunMonitor):
 def _file_signature(path: Path) -> tuple[int, int] | None:
     """By which a file that was written again is known; None where there is none."""
     try:
-        found = path.stat()
+        info = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return info.st_ino, info.st_mtime_ns

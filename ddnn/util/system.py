@@ -107,8 +107,8 @@ def compute_resources(units: Sequence[Sequence[Any]]) -> tuple[str, float]:
     on the host on which it has the fewest."""
     shares = []
     for host in {host for _, host, _ in units}:
-        own = [set(cores) for _, name, cores in units if name == host]
-        shares.append(len(set.union(*own)) / len(own))
+        core_sets = [set(cores) for _, name, cores in units if name == host]
+        shares.append(len(set.union(*core_sets)) / len(core_sets))
     return "; ".join(sorted({kind for kind, _, _ in units})), min(shares)
 
 
@@ -154,7 +154,7 @@ def _left_to_control_groups(root: Path) -> Iterator[int]:
         parts = [part for part in path.strip().split("/") if part not in ("", "..")]
         for length in range(len(parts), -1, -1):  # up to where they are mounted: in a container often all there is
             group = root.joinpath("sys/fs/cgroup", mounted, *parts[:length])
-            limit = min((found for name in limits if (found := _number(group / name)) is not None), default=None)
+            limit = min((size for name in limits if (size := _number(group / name)) is not None), default=None)
             used = _number(group / usage)
             if limit is not None and used is not None:
                 counts = (line.split() for line in read_lines(group / "memory.stat"))

@@ -139,13 +139,13 @@ class EscapingFormatter(logging.Formatter):
 
 def duration(seconds: float) -> str:
     """In the two largest units: "3 h 20 min"."""
-    whole = int(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    whole_seconds = int(seconds)
+    days, hours, minutes = whole_seconds // 86400, whole_seconds // 3600 % 24, whole_seconds // 60 % 60
     if days:
         return f"{days} d {hours} h"
     if hours:
         return f"{hours} h {minutes} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+    return f"{minutes} min {whole_seconds % 60} s" if minutes else f"{whole_seconds} s"
 
 
 def table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "l") -> str:
@@ -167,10 +167,10 @@ def table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str 
 
 def definitions(pairs: Iterable[tuple[str, str]], indent: str = "") -> str:
     """Lines of a name and its value, the values aligned; further lines of a value are aligned with its first."""
-    known = list(pairs)
-    width = max((len(name) for name, _ in known), default=0)
+    lines = list(pairs)
+    width = max((len(name) for name, _ in lines), default=0)
     below = "\n" + indent + " " * (width + 2)
-    return "\n".join(f"{indent}{name:{width}}  {value.replace(chr(10), below)}".rstrip() for name, value in known)
+    return "\n".join(f"{indent}{name:{width}}  {value.replace(chr(10), below)}".rstrip() for name, value in lines)
 
 
 def render(template: str, **values: Any) -> str:
