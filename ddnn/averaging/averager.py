@@ -32,7 +32,14 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ddnn.averaging.strategies import STRATEGIES, AllReduce, AveragingOptions, make_strategy, weighted_mean
+from ddnn.averaging.strategies import (
+    STRATEGIES,
+    AllReduce,
+    AveragingOptions,
+    Interval,
+    make_strategy,
+    weighted_mean,
+)
 from ddnn.distributed.communicator import CommStats, StagingBuffer
 from ddnn.distributed.groups import Groups
 from ddnn.distributed.mpi import require_thread_level
@@ -121,8 +128,9 @@ class Averager:
         self._remainder_frames, self._index = 0, 0
         self._averagings_per_epoch: int | None = None
 
-    def begin_epoch(self, num_minibatches: int) -> int:
-        """Starts the counters; returns how many of this worker's `num_minibatches` it is to train on. Collective."""
+    def begin_epoch(self, num_minibatches: int, num_frames: int) -> int:
+        """Starts the counters; returns how many of this worker's `num_minibatches`, of `num_frames` in all, it is to train
+        on. Collective."""
         self.counters, self._remainder_frames = EpochCounters(self.groups.data.stats.copy()), 0
         self.timer.restart()
         self._interval_started = time.perf_counter()
@@ -228,22 +236,22 @@ class _SeveralWorkersAverager(Averager):
         self.parameters = network.parameters
         self._staging = StagingBuffer(self.parameters, groups.data.transport, own_buffer=self.overlapped)
         self.reset()
-        self._period, self._request_sync_period = config.averaging_period, 1
+        self.interval, self._request_sync_period = config.interval(config.averaging_period), 1
         self._prepare()
 
     def _prepare(self) -> None:
         """Sets what only this kind of averager needs; called once."""
 
-    def begin_epoch(self, num_minibatches: int) -> int:
+    def begin_epoch(self, num_minibatches: int, num_frames: int) -> int:
         """Agrees with the others on the number of averagings of the epoch. All workers average as often as the one with
-        the fewest minibatches can, so that none waits for ever. A worker trains on its remaining minibatches all the
+        the fewest intervals can, so that none waits for ever. A worker trains on its remaining minibatches all the
         same, and they count in the epoch's mean; only where gradients are averaged they are dropped."""
         longest = max(self.counters.interval_seconds, default=REQUEST_SYNC_SECONDS)  # unknown: at each averaging
-        super().begin_epoch(num_minibatches)
+        super().begin_epoch(num_minibatches, num_frames)
         self.strategy.begin_epoch(self.parameters)
         self.network.parameters_changed()
         world = self.groups.world
-        self._averagings_per_epoch = world.all_reduce_min(num_minibatches // self._period)
+        self._averagings_per_epoch = world.all_reduce_min(self.interval.completed(num_minibatches, num_frames))
         # Gossip has no other message from all to all: there one at each averaging would make every worker wait.
         rare = max(1, min(REQUEST_SYNC_PERIOD, int(REQUEST_SYNC_SECONDS / max(longest, 1e-9))))
         self._request_sync_period = world.all_reduce_min(rare if self.strategy.gossip else 1)
@@ -256,7 +264,9 @@ class _SeveralWorkersAverager(Averager):
         end = "then the model of rank 0" if self.average_gradient else "and the mean at its end"
         log.info("model averaging: %d per epoch, %s", self._averagings_per_epoch, end)
         if self._averagings_per_epoch == 0:
-            log.warning("the smallest shard has fewer than parallel.averaging_period = %d minibatches", self._period)
+            log.warning(
+                "the smallest shard has fewer than parallel.averaging_period = %d minibatches", self.interval.period
+            )
 
     def broadcast(self) -> None:
         with self._staged_parameters() as vector:
@@ -322,15 +332,19 @@ class BlockingAverager(_SeveralWorkersAverager):
         self._momentum_staging = StagingBuffer(momentum, transport) if averages_momentum else None
 
     def after_minibatch(self, frames: int) -> bool:
+        before = self._completed_intervals()
         self._count_minibatch(frames)
         self.requested = Request.NONE
-        intervals, incomplete = divmod(self.counters.minibatches, self.config.averaging_period)
-        if incomplete or intervals > (self._averagings_per_epoch or 0):
+        intervals = self._completed_intervals()
+        if intervals == before or intervals > (self._averagings_per_epoch or 0):
             return False
         self._end_interval()
         self._average_interval(intervals)
         self.begin_interval()
         return True
+
+    def _completed_intervals(self) -> int:
+        return self.interval.completed(self.counters.minibatches, self.counters.frames)
 
     def _average_interval(self, intervals: int) -> None:
         """theta <- A(theta)."""
@@ -458,12 +472,12 @@ class GradientAverager(_SeveralWorkersAverager):
     """Synchronous SGD: averages the gradient of every minibatch; parameters stay the same on every worker."""
 
     def _prepare(self) -> None:
-        self.average_gradient, self._period = self._average_gradient, 1
+        self.average_gradient, self.interval = self._average_gradient, Interval(1)
         self._gradient_staging = StagingBuffer(self.parameters, self.groups.data.transport)
 
-    def begin_epoch(self, num_minibatches: int) -> int:
+    def begin_epoch(self, num_minibatches: int, num_frames: int) -> int:
         """As many minibatches as the worker with the fewest has."""
-        super().begin_epoch(num_minibatches)
+        super().begin_epoch(num_minibatches, num_frames)
         return self._averagings_per_epoch or 0
 
     def _average_gradient(self, gradient: Tensor) -> None:
@@ -492,8 +506,8 @@ class GradientAverager(_SeveralWorkersAverager):
 class _WarmUpAverager(_SeveralWorkersAverager):
     """Averages the models after each minibatch of a warm-up, by their exact mean whatever the strategy is."""
 
-    def begin_epoch(self, num_minibatches: int) -> int:
-        return Averager.begin_epoch(self, num_minibatches)
+    def begin_epoch(self, num_minibatches: int, num_frames: int) -> int:
+        return Averager.begin_epoch(self, num_minibatches, num_frames)
 
     def after_minibatch(self, frames: int) -> bool:
         self._count_minibatch(frames)

@@ -25,11 +25,32 @@ CommDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
+class Interval:
+    """What each worker trains on between two averagings: `period` minibatches."""
+
+    period: int
+
+    def completed(self, minibatches: int, frames: int) -> int:
+        """How many intervals are complete after so many minibatches of an epoch, of so many frames in all: of those that a
+        worker has trained on, or can train on. One minibatch completes one interval at most."""
+        return minibatches // self.period
+
+
+class FrameInterval(Interval):
+    """`period` frames, no fewer than any minibatch has, and what the minibatch that completes them has more; the next
+    interval is shorter by as many."""
+
+    def completed(self, minibatches: int, frames: int) -> int:
+        return frames // self.period
+
+
+@dataclass(frozen=True)
 class AveragingOptions:
     """How the workers of a training average; the keys of the recipe's section `parallel`, resolved."""
 
     strategy: str = "all-reduce"  # a key of `STRATEGIES`
-    averaging_period: int = 10  # minibatches of each worker between two averagings
+    averaging_period: int = 10  # between two averagings, of each worker; minibatches
+    interval: type[Interval] = Interval  # or what else `averaging_period` counts
     comm_dtype: CommDtype = "float32"  # the type in which vectors are sent
     overlap: bool = False  # train the next interval while the last averaging is under way
     local_momentum: Literal["keep", "average", "reset"] = "keep"  # what an averaging does to the optimizer's momentum

@@ -177,7 +177,7 @@ def _timed_steps(task: RandomTask, optimizer: Sgd, precision: Precision) -> Call
 
     def seconds(averager: Averager, minibatches: int) -> float:
         step = EagerStep(workspace, optimizer, averager.average_gradient)
-        averager.begin_epoch(minibatches)
+        averager.begin_epoch(minibatches, minibatches * task.minibatch)
 
         def run() -> None:
             for batch in itertools.islice(batches, minibatches):

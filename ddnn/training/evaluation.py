@@ -126,12 +126,11 @@ class EpochFigures:
     ) -> None:
         self.raise_if_diverged, self.excludes = raise_if_diverged, excludes
         self.committed, self.interval = FigureSums(device, figures), FigureSums(device, figures)
-        self._minibatches = 0  # of the epoch under way
 
-    def add(self, sums: Sequence[Tensor], frames: int) -> None:
+    def add(self, sums: Sequence[Tensor], frames: int, minibatch: int) -> None:
+        """Those of a minibatch, the epoch's number `minibatch` from 1."""
         self.interval.add(sums, frames)
-        self._minibatches += 1
-        if self._minibatches % self.CHECK_PERIOD == 0:
+        if minibatch % self.CHECK_PERIOD == 0:
             self.check()
 
     def check(self) -> None:
@@ -174,7 +173,6 @@ class EpochFigures:
     def reset(self) -> None:
         self.committed.reset()
         self.interval.reset()
-        self._minibatches = 0
 
 
 def raise_if_diverged(split: str, result: EvalResult, epoch: int, learning_rate: float, hint: str) -> None:

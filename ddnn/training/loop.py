@@ -42,8 +42,8 @@ def train_epoch(training: Training) -> None:
     t.begin_epoch()
     for batch in t.epoch_batches():
         sums = t.train_minibatch(batch)  # forward, objective, backward, precondition, update
-        t.losses.add(sums, batch.num_frames)
         t.progress.minibatch += 1
+        t.losses.add(sums, batch.num_frames, t.progress.minibatch)
         if t.averager.after_minibatch(batch.num_frames):  # averages the models when an interval is complete
             t.losses.commit()
         t.combination.after_minibatch()

@@ -222,7 +222,9 @@ class RbmTrainer:
     def begin_epoch(self) -> None:
         self.progress.start_clock()
         if self.progress.num_minibatches is None:
-            self.progress.num_minibatches = self.averager.begin_epoch(len(self.inputs))
+            minibatches = len(self.inputs)
+            frames = minibatches * self.inputs.batch_size
+            self.progress.num_minibatches = self.averager.begin_epoch(minibatches, frames)
 
     def epoch_batches(self) -> Iterator[Batch]:
         """`Batch.x`: (frames, visible) float32."""

@@ -184,7 +184,8 @@ class Trainer:
             self.optimizer.clear_momentum()
             self.align_fisher_updates()
             remaining = len(self.batches) - progress.minibatch
-            progress.num_minibatches = progress.minibatch + self.averager.begin_epoch(remaining)
+            frames = remaining * self.minibatch_size
+            progress.num_minibatches = progress.minibatch + self.averager.begin_epoch(remaining, frames)
             if progress.epoch == 0:
                 self.averager.log_averagings()
         details = progress.epoch + 1, progress.num_minibatches, self.minibatch_size, self.schedule.learning_rate

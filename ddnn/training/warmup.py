@@ -43,9 +43,9 @@ class WarmUp:
         if not progress.minibatch:
             t.begin_warmup()
         progress.start_clock()
-        progress.num_minibatches = progress.minibatch + self.averager.begin_epoch(
-            t.warmup_minibatches - progress.minibatch
-        )
+        remaining = t.warmup_minibatches - progress.minibatch
+        frames = remaining * t.minibatch_size
+        progress.num_minibatches = progress.minibatch + self.averager.begin_epoch(remaining, frames)
 
     def epoch_batches(self) -> Iterator[Batch]:
         return self.progress.remaining(self._batches(), self.trainer.run, "warm-up", self.losses)

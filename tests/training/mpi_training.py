@@ -91,7 +91,7 @@ def overlapped(comm: Communicator) -> dict[str, Any]:
         for overlap in (False, True):
             trainer = toy_trainer(comm, make_parallel_config(strategy=name, averaging_period=1, overlap=overlap))
             averager, parameters = trainer.averager, trainer.model.network.parameters
-            averager.begin_epoch(20)
+            averager.begin_epoch(20, 20 * MINIBATCH)
             parameters.add_(torch.randn(parameters.shape, generator=torch.Generator().manual_seed(comm.rank)))
             averager.after_minibatch(MINIBATCH)  # with overlap the averaging starts
             averager.wait()  # nothing was trained in between
@@ -187,7 +187,7 @@ def gradients_drift(comm: Communicator) -> dict[str, Any]:
     first, parameters = network.parameters.clone(), network.parameters
     parameters.add_(1e-3 * comm.rank)
     network.parameters_changed()
-    trainer.averager.begin_epoch(1)
+    trainer.averager.begin_epoch(1, MINIBATCH)
     trainer.averager.end_epoch()
     return {"all as the first": comm.all_gather_object(bool((parameters == first).all()))}
 

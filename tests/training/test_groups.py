@@ -93,7 +93,7 @@ def test_a_replica_is_averaged_as_a_whole_or_not_at_all(strategy: str) -> None:
             AveragingOptions(strategy=strategy, averaging_period=1, block_momentum=0.0),
             in_columns(world), network, optimizer,
         )  # fmt: skip
-        made.begin_epoch(4)
+        made.begin_epoch(4, 4 * MINIBATCH)
         network.parameters.fill_(1.0 + world.rank)
         made.after_minibatch(MINIBATCH)
         first = made.counters.consensus_distances.copy()
@@ -135,7 +135,7 @@ def test_a_request_reaches_all_data_groups() -> None:
     def work(world: Communicator) -> Request:
         toy = toy_trainer(in_columns(world), make_parallel_config(averaging_period=2))
         toy.averager.local_request = lambda: Request.STOP if world.rank == 3 else Request.NONE
-        toy.averager.begin_epoch(4)
+        toy.averager.begin_epoch(4, 4 * MINIBATCH)
         for _ in range(2):
             toy.averager.after_minibatch(MINIBATCH)
         return toy.averager.requested
@@ -148,7 +148,7 @@ def test_all_workers_average_as_often() -> None:
 
     def work(world: Communicator) -> int:
         toy = toy_trainer(in_columns(world), make_parallel_config(averaging_period=2))
-        toy.averager.begin_epoch(9 - world.rank)
+        toy.averager.begin_epoch(9 - world.rank, (9 - world.rank) * MINIBATCH)
         return sum(toy.averager.after_minibatch(MINIBATCH) for _ in range(9 - world.rank))
 
     assert run_workers(4, work) == [3] * 4

@@ -383,7 +383,7 @@ def test_momentum_that_is_not_finite_is_excluded_from_its_mean() -> None:
     def work(comm: Communicator) -> tuple[Tensor, Tensor]:
         trainer = toy_trainer(comm, make_parallel_config(averaging_period=1, local_momentum="average"), optimizer=sgd)
         averager, parameters = trainer.averager, trainer.model.network.parameters
-        averager.begin_epoch(4)
+        averager.begin_epoch(4, 4 * MINIBATCH)
         parameters.fill_(float(comm.rank))
         trainer.model.network.parameters_changed()
         trainer.optimizer.momentum_buffer.fill_(math.inf if comm.rank == 1 else 2.0 + comm.rank)

@@ -145,7 +145,7 @@ def test_workers_of_unlike_shards_resume_an_rbm_within_an_epoch_to_the_same_bits
         batches = stopped.epoch_batches()
         for _ in range(2):
             batch = next(batches)
-            stopped.losses.add(stopped.train_minibatch(batch), batch.num_frames)
+            stopped.losses.add(stopped.train_minibatch(batch), batch.num_frames, 1)
             stopped.progress.minibatch += 1
             if stopped.averager.after_minibatch(batch.num_frames):
                 stopped.losses.commit()
