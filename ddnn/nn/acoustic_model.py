@@ -20,7 +20,7 @@ from ddnn.kaldi.alignments import transition_digest
 from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice
 from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.kaldi.transforms import TransformConfig, read_nnet_options
-from ddnn.nn.layer import Layer
+from ddnn.nn.layer import Layer, as_array
 from ddnn.nn.layers import check_layers, layer_from_config, layers_from_nnet1, num_parameters
 from ddnn.nn.network import Network
 from ddnn.util.errors import DataError, UserError
@@ -30,6 +30,8 @@ NNET1_FRONTS = ("feature_transform.nnet", "final.feature_transform")
 """A directory's feature transform as nnet1: the first name is ddnn's, the second is where Kaldi's scripts look for it."""
 NNET1_FEATURES = "ddnn_features.json"
 """What the network of a directory reads, beside what Kaldi's files say of it: the digest of the transforms; Kaldi ignores it."""
+NORMALIZATION: dict[Any, str] = {AddShift: "shift", Rescale: "scale"}
+"""Components of a feature transform and parts of an `InputTransform` whose vector is of the same name, in order."""
 FORMAT = 2  # Of a stored model. Format 1, whose layers were all affine, is read too.
 
 
@@ -134,8 +136,8 @@ def _features(config: dict[str, Any]) -> FeatureConfig:
 
 def transform_tensors(model: AcousticModel) -> dict[str, Tensor]:
     """transform.shift and transform.scale, (input_dim,) float32 on the host, where the model normalizes."""
-    named = {"transform.shift": model.transform.shift, "transform.scale": model.transform.scale}
-    return {name: value.cpu() for name, value in named.items() if value is not None}
+    named = {name: getattr(model.transform, name) for name in NORMALIZATION.values()}
+    return {f"transform.{name}": value.cpu() for name, value in named.items() if value is not None}
 
 
 def load_model(path: Path) -> AcousticModel:
@@ -207,7 +209,7 @@ def _from_config(header: dict[str, Any], tensors: dict[str, Tensor]) -> Acoustic
     else:
         shapes = {f"layer{i}.{name}": p.shape for i, layer in enumerate(layers) for name, p in layer.parameters.items()}
         parts = [_take(tensors, name, shape).flatten() for name, shape in shapes.items()]
-    names = ("transform.shift", "transform.scale")
+    names = [f"transform.{name}" for name in NORMALIZATION.values()]
     vectors = [_take(tensors, name, (input_dim,)) if name in tensors else None for name in names]
     return AcousticModel(features, InputTransform(offsets, dim, *vectors), Network(layers, torch.cat(parts)), tree)
 
@@ -231,9 +233,9 @@ def to_nnet1(model: AcousticModel) -> tuple[tuple[Component, ...], tuple[Compone
         raise UserError(f"the model cannot be a Kaldi nnet1 network: {error}") from error
     transform = model.transform
     front: list[Component] = [Splice(transform.offsets, transform.dim)]
-    for make, vector in ((AddShift, transform.shift), (Rescale, transform.scale)):
-        if vector is not None:
-            front.append(make(vector.cpu().contiguous().numpy(), 0.0))
+    for kind, name in NORMALIZATION.items():
+        if (vector := getattr(transform, name)) is not None:
+            front.append(kind(as_array(vector), 0.0))
     return tuple(components), tuple(front)
 
 
@@ -305,17 +307,13 @@ def read_nnet1_dir(path: Path, features: FeatureConfig | None = None) -> Acousti
 
 
 def _nnet1_transform(front: tuple[Component, ...], input_dim: int, location: Path) -> InputTransform:
-    order = [type(component) for component in front]
-    if order != [kind for kind in (Splice, AddShift, Rescale) if kind in order]:
-        names = ", ".join(kind.__name__ for kind in order)
+    parts: dict[type, Any] = {type(component): component for component in front}
+    if [type(component) for component in front] != [kind for kind in (Splice, AddShift, Rescale) if kind in parts]:
+        names = ", ".join(type(component).__name__ for component in front)
         message = f"the feature transform is {names}; ddnn has one splice, shift and rescale, in this order"
         raise DataError(message, location=location)
-    transform = InputTransform((0,), input_dim)
-    for component in front:
-        if isinstance(component, Splice):
-            transform = replace(transform, offsets=component.offsets, dim=component.input_dim)
-        elif isinstance(component, AddShift):
-            transform = replace(transform, shift=torch.from_numpy(component.shift.copy()))
-        elif isinstance(component, Rescale):
-            transform = replace(transform, scale=torch.from_numpy(component.scale.copy()))
-    return transform
+    splice = parts.get(Splice, Splice((0,), input_dim))
+    vectors = [
+        torch.tensor(getattr(parts[kind], name)) if kind in parts else None for kind, name in NORMALIZATION.items()
+    ]
+    return InputTransform(splice.offsets, splice.input_dim, *vectors)

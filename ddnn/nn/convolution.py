@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -92,15 +92,6 @@ class Axis(NamedTuple):
     def side_by_side(self) -> bool:
         """Whether every place is in one window, and those of a window follow each other."""
         return self.span == self.size and (self.windows == 1 or self.step == self.size)
-
-    def shared(self) -> list[tuple[int, int, int]]:
-        """Runs of places, first and end, and the number of windows that each of a run is in; without dilation."""
-        read = [
-            min(self.windows - 1, place // self.step) - max(0, -(-(place - self.size + 1) // self.step)) + 1
-            for place in range(self.length)
-        ]
-        ends = [i for i in range(1, self.length) if read[i] != read[i - 1]] + [self.length]
-        return [(first, end, read[first]) for first, end in zip([0, *ends], ends, strict=False)]
 
 
 class Grid(NamedTuple):
@@ -393,12 +384,6 @@ class Pooling(Layer):
     def out_shape(self) -> Shape:
         return (self.grid.time.windows, self.grid.band.windows, self.channels)
 
-    @cached_property
-    def _shared(self) -> list[tuple[slice, slice, int]]:
-        """Times and bands that several pools read, and how many do."""
-        runs = product(self.grid.time.shared(), self.grid.band.shared())
-        return [(slice(*t[:2]), slice(*b[:2]), t[2] * b[2]) for t, b in runs if t[2] * b[2] > 1]
-
     def _members(self, x: Tensor) -> Iterator[Tensor]:
         """Views of x (frames, input_dim): of every pool the first member (frames, times', bands', channels), the
         second, ..."""
@@ -424,16 +409,14 @@ class Pooling(Layer):
         if grad_x is None:
             return
         y, grad = (tensor.view(-1, *self.out_shape) for tensor in (call.y, call.grad))
-        if not self._shared:
+        if self.grid.time.side_by_side and self.grid.band.side_by_side:
             for member, out in zip(self._members(x), self._members(grad_x), strict=True):
                 self._derivative(member, y, grad, out)
             return
         part = torch.empty_like(grad)
         for member, out in zip(self._members(x), self._members(grad_x.zero_()), strict=True):
             out += self._derivative(member, y, grad, part)
-        shared = grad_x.view(len(x), *self.in_shape)
-        for times, bands, count in self._shared:
-            shared[:, times, bands].div_(count)
+        grad_x /= _times_read(self, x.device)
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         """Nothing: there are no parameters."""
@@ -448,6 +431,15 @@ class Pooling(Layer):
     def from_nnet1(cls, component: Any) -> tuple[Layer, Tensor]:
         sizes = (component.input_dim, component.pool_size, component.pool_step, component.pool_stride)
         return cls.of_patches(*sizes), as_parameters()
+
+
+@cache
+def _times_read(layer: Pooling, device: torch.device) -> Tensor:
+    """(1, input_dim): the pools that each input takes part in; made once."""
+    counts = torch.zeros(1, layer.input_dim, device=device)
+    for member in layer._members(counts):
+        member += 1.0
+    return counts
 
 
 class MaxPooling(Pooling):

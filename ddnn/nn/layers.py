@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -29,6 +28,8 @@ from ddnn.nn.layer import (
     Views,
     as_array,
     as_parameters,
+    check_coefs,
+    check_sizes,
     limit_row_norms,
     numbers_of,
     torch_activation,
@@ -59,11 +60,8 @@ class Affine(Layer):
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation {self.activation!r}")
-        if not all(type(n) is int and n > 0 for n in (self.in_features, self.out_features)):
-            raise ValueError(f"{self.in_features!r} inputs, {self.out_features!r} outputs")
-        numbers = (self.learn_rate_coef, self.bias_learn_rate_coef, self.max_norm)
-        if not all(isinstance(v, int | float) and abs(v) <= sys.float_info.max for v in numbers):  # no NaN either
-            raise ValueError(f"learning rate coefficients and maximum norm {numbers!r}")
+        check_sizes(in_features=self.in_features, out_features=self.out_features)
+        check_coefs(self.learn_rate_coef, self.bias_learn_rate_coef, self.max_norm)
 
     @property
     def in_shape(self) -> Shape:

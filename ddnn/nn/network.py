@@ -140,8 +140,8 @@ class Workspace:
         grad_outputs: per layer (frames, output_dim), of the summed loss with respect to `activations`; after the
             backward pass what `Layer.backward` leaves there.
         compute: the network that is multiplied with: `network`, or its copy, the last layer padded.
-        padded_activations, padded_grad_outputs: what the products read and write. The same memory as those two, with
-            further columns in the last layer where it is padded: the derivatives there are 0, the outputs nobody's.
+        calls: per layer what it works on. Outputs and derivatives are the memory of those two, with further columns in
+            the last layer where it is padded: the derivatives there are 0, the outputs nobody's.
         layer_gradients: where gradients are not computed in float32, per layer memory for its gradient, all in the same
             place; else empty.
     """
@@ -183,22 +183,28 @@ class Workspace:
         x, first_input, outputs, derivatives, between, saved = self._memory
         self.x = x[:frames]
         self._input = self.x if first_input is x else first_input[:frames]
-        self.padded_activations, self.padded_grad_outputs = (
-            [memory[:frames] for memory in whole] for whole in (outputs, derivatives)
-        )
-        self._saved = [{name: memory[:frames] for name, memory in one.items()} for one in saved]
-        self.activations, self.grad_outputs = (
-            [padded[:, : layer.output_dim] for padded, layer in zip(whole, self.network.layers, strict=True)]
-            for whole in (self.padded_activations, self.padded_grad_outputs)
-        )
-        self.inputs = [self._input, *(inputs[:frames] for inputs, _ in between)]
         input_derivatives: list[Tensor | None] = [None, *(memory[:frames] for _, memory in between)]
         lowest = self.network.lowest_trainable
         input_derivatives[: lowest + 1] = [None] * (lowest + 1)
         params = map(Params, self.compute.views, self.network.views)
-        rows = (self.inputs, self.padded_activations, self.padded_grad_outputs, input_derivatives, self._saved)
-        arithmetics = [self.arithmetic] * len(self._layers)
-        self.calls = list(map(LayerCall, self._layers, arithmetics, params, *rows))
+        self.inputs = [self._input, *(inputs[:frames] for inputs, _ in between)]
+        rows = zip(self._layers, params, self.inputs, outputs, derivatives, input_derivatives, saved, strict=True)
+        self.calls = [
+            LayerCall(
+                layer,
+                self.arithmetic,
+                p,
+                x,
+                y[:frames],
+                grad[:frames],
+                grad_x,
+                {k: v[:frames] for k, v in kept.items()},
+            )
+            for layer, p, x, y, grad, grad_x, kept in rows
+        ]
+        dims = [layer.output_dim for layer in self.network.layers]
+        self.activations = [call.y[:, :dim] for call, dim in zip(self.calls, dims, strict=True)]
+        self.grad_outputs = [call.grad[:, :dim] for call, dim in zip(self.calls, dims, strict=True)]
 
     def of(self, frames: int) -> Workspace:
         """The same memory for a minibatch of `frames` frames; of the last other size its views are kept."""

@@ -49,14 +49,14 @@ def choose_arithmetic(
         comm: collective where given.
         resumed: whether `asked` is the precision of a training that is resumed.
     """
-    comm = comm or SingleProcess()
+    comm, float32 = comm or SingleProcess(), make_arithmetic("float32", network.parameters.device)
     origin = "as before it was resumed" if resumed else "as the recipe says"
     if asked == "float32":
         log.info("precision float32, %s", origin)
-        return make_arithmetic("float32", network.parameters.device)
+        return float32
     if asked == "auto" and training_flop_per_frame(network.layers) * minibatch < MIN_FLOP:
         log.info("precision float32: the network is too small for bf16 to matter")
-        return make_arithmetic("float32", network.parameters.device)
+        return float32
     facts = comm.all_gather_object([*bf16_is_fast(network.parameters.device), comm.host])
     reason, slow = facts[0][1], [rank for rank, (fast, _, _) in enumerate(facts) if not fast]
     if slow:
@@ -65,7 +65,7 @@ def choose_arithmetic(
     level = logging.WARNING if comm.rank == 0 else logging.INFO  # of workers, only warnings show
     if asked == "auto" and slow:
         log.log(level if len(slow) < comm.world_size else logging.INFO, "precision float32: %s", reason)
-        return make_arithmetic("float32", network.parameters.device)
+        return float32
     error = bf16_error(network, minibatch)
     if comm.all_reduce_min(error is None) == 0:
         first = next(one for one in comm.all_gather_object(error) if one is not None)
@@ -78,7 +78,7 @@ def choose_arithmetic(
                 "float32",
             )
         log.log(level, "%s. Training in float32", unsafe)
-        return make_arithmetic("float32", network.parameters.device)
+        return float32
     if slow:
         log.log(level, "precision bf16, %s; float32 may be faster: %s", origin, reason)
     else:

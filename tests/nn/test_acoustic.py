@@ -66,7 +66,10 @@ def test_a_model_comes_back_to_the_bit(tmp_path: Path) -> None:
             {"layers": [{"kind": "affine", "in_features": 6, "out_features": 3, "activation": "exec"}]},
             "activation 'exec'",
         ),
-        ({"layers": [{"kind": "affine", "in_features": 6, "out_features": -3, "activation": "relu"}]}, "-3 outputs"),
+        (
+            {"layers": [{"kind": "affine", "in_features": 6, "out_features": -3, "activation": "relu"}]},
+            "out_features -3",
+        ),
         ({"layers": [{"kind": "affine", "in_features": 6, "out_features": 2**40, "activation": "relu"}]}, "expected"),
         (
             {

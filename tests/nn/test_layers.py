@@ -224,8 +224,7 @@ def test_memory_and_operations_are_counted(name: str) -> None:
     layers = NETWORKS[name]
     made, frames = Network(layers), 11
     workspace = Workspace(made, frames)
-    held = [workspace.x, *workspace.padded_activations, *workspace.padded_grad_outputs]
-    held += [value for saved in workspace._saved for value in saved.values()]
+    held = [workspace.x, *(memory for call in workspace.calls for memory in (call.y, call.grad, *call.saved.values()))]
     assert activation_floats(layers) * frames == sum(tensor.numel() for tensor in held)
     assert (
         num_parameters(layers)

@@ -62,10 +62,10 @@ def test_rows_are_as_wide_as_asked_and_what_is_beyond_the_pdfs_has_no_derivative
     cross_entropy_step(workspace, labels)
     workspace.backward()
     assert workspace.activations[-1].shape == workspace.grad_outputs[-1].shape == (5, 10)
-    assert workspace.padded_activations[-1].shape == workspace.padded_grad_outputs[-1].shape == (5, 64)
-    assert workspace.padded_activations[-1].data_ptr() == workspace.activations[-1].data_ptr()
-    assert not workspace.padded_grad_outputs[-1][:, 10:].any()
-    assert not workspace.padded_activations[-1][:, 10:].any(), "weights and biases of the padding are 0"
+    assert workspace.calls[-1].y.shape == workspace.calls[-1].grad.shape == (5, 64)
+    assert workspace.calls[-1].y.data_ptr() == workspace.activations[-1].data_ptr()
+    assert not workspace.calls[-1].grad[:, 10:].any()
+    assert not workspace.calls[-1].y[:, 10:].any(), "weights and biases of the padding are 0"
     assert workspace.compute is not made
     assert torch.equal(weights(workspace.compute)[-1][:10], weights(made)[-1].bfloat16())
     assert torch.equal(biases(workspace.compute)[-1][:10], biases(made)[-1].bfloat16())
@@ -76,7 +76,7 @@ def test_rows_are_as_wide_as_asked_and_what_is_beyond_the_pdfs_has_no_derivative
 def test_padding_is_for_bf16_on_gpus_alone() -> None:
     made = network(10, seed=1)
     for arithmetic in (make_arithmetic("bf16", CPU), make_arithmetic("float32", CPU, pad_to=64), Float32()):
-        assert Workspace(made, 5, arithmetic).padded_activations[-1].shape == (5, 10)
+        assert Workspace(made, 5, arithmetic).calls[-1].y.shape == (5, 10)
     last = mlp_layers(440, 6, 2048, 8806, "sigmoid")[-1]
     assert last.padded(64) == Affine(2048, 8832, "softmax", bias_learn_rate_coef=0.1)
     assert last.padded(1) == last
@@ -99,7 +99,7 @@ def test_steps_with_padding_are_the_steps_without(options: SgdOptions) -> None:
             step(batch_of(workspace, task.train.dataset, task.model.transform, one), 0.005)[0]
             for one in islice(rows, 30)
         ]
-        assert not workspace.padded_grad_outputs[-1][:, 21:].any()
+        assert not workspace.calls[-1].grad[:, 21:].any()
         trained.append((torch.stack(losses), made.parameters - before))
     (losses, change), (padded_losses, padded_change) = trained
     torch.testing.assert_close(padded_losses, losses, rtol=1e-3, atol=0.0)
