@@ -33,10 +33,10 @@ not, and likes 128. Not yet seen on a GPU."""
 MIN_ROW_MAJOR_RANK = 48
 """Ranks from which on X W^T is a third faster than its transpose; below, the transpose is. Measured."""
 
-LEADING = 2
-"""Rows of W, which are ordered, that are not just rounded where X - X W^T W is computed in bf16. X^ keeps at least (k + 1)
-alpha / D of row k from 0, of the first often 1 %, where rounding changes 0.2 %: by as much in all rows of X, if it is
-their mean. Also in `kernels.c`."""
+NUM_COMPENSATED_ROWS = 2
+"""Number of leading rows of W whose rounding error in bf16 is compensated; `LEADING` in `kernels.c`. X^ keeps only
+(k + 1) alpha / D of the direction k from 0, often 1 % of the first, so that an error of 0.2 % would be a fifth of what
+is left, and the same in every row if that direction is their mean."""
 
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor, Tensor], object]]] = {
@@ -109,7 +109,7 @@ class Projection:
 
 class RoundedProjection(Projection):
     """In the memory of x, W and H rounded to its type, the norms of X^ those of what is rounded. H W takes away nearly all
-    of the first `LEADING` directions: what rounding cut from their H and W is multiplied by itself. Waits for no GPU."""
+    of the first `NUM_COMPENSATED_ROWS` directions: what rounding cut from their H and W is multiplied by itself. Waits for no GPU."""
 
     def project(self, x: Tensor, w: Tensor) -> None:
         self.x, columns = x, x.shape[1]
@@ -134,10 +134,10 @@ class RoundedProjection(Projection):
             self.before.hypot_(self.before.new_ones(()))
             torch.sub(1.0, h @ w[:, columns], out=last)
         low, rounded = w[:, :columns].to(x.dtype), h.to(x.dtype)
-        rest_h = (h - rounded)[:, :LEADING].to(x.dtype)
-        rest_w = (w[:LEADING, :columns] - low[:LEADING]).to(x.dtype)
-        factors = torch.cat([rounded, rounded[:, :LEADING], rest_h], dim=1)
-        x.addmm_(factors, torch.cat([low, rest_w, low[:LEADING]]), alpha=-1.0)
+        rest_h = (h - rounded)[:, :NUM_COMPENSATED_ROWS].to(x.dtype)
+        rest_w = (w[:NUM_COMPENSATED_ROWS, :columns] - low[:NUM_COMPENSATED_ROWS]).to(x.dtype)
+        factors = torch.cat([rounded, rounded[:, :NUM_COMPENSATED_ROWS], rest_h], dim=1)
+        x.addmm_(factors, torch.cat([low, rest_w, low[:NUM_COMPENSATED_ROWS]]), alpha=-1.0)
         torch.linalg.vector_norm(x, dim=1, dtype=torch.float32, out=self.after)
         if last is not None:
             self.after.hypot_(last)
