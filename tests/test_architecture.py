@@ -28,7 +28,7 @@ TOKENS = {
     "distributed": 9_750,
     "inspection": 6_500,
     "kaldi": 20_500,
-    "nn": 26_700,
+    "nn": 26_450,
     "optim": 7_500,
     "recipe": 12_050,
     "report": 12_600,
