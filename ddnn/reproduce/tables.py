@@ -145,6 +145,8 @@ class ReproduceConfig(Section):
     def _check(self) -> ReproduceConfig:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: {list(self.seeds)} found, expected each once")
+        if "CV" in self.tests:
+            raise ValueError("tests: CV is what reports call the cross-validation set: name the test set otherwise")
         if not {1, self.max_workers} <= set(self.workers) or list(self.workers) != sorted(set(self.workers)):
             expected = f"rising sizes with 1 and {self.max_workers} (`max_workers`) among them"
             raise ValueError(f"workers: {list(self.workers)} found, expected {expected}")

@@ -161,6 +161,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str) -> None:
         ("name: Toy\nworkers: [1, 2]\nmax_workers: 2\nseeds: []", "at least 1 item"),
         ("name: Toy\nworkers: [1, 2]\nmax_workers: 2\ntests: {a: 1}", "tests"),
         ("name: Toy\nworkers: [1, 2]\nmax_workers: 2\ntests:\n  a: {data: x}\n  a: {data: x}", "given twice"),
+        ("name: Toy\nworkers: [1, 2]\nmax_workers: 2\ntests: {CV: {data: .}}", "name the test set otherwise"),
         ("name: Toy\nworkers: &a [1, 2]\nmax_workers: *a", "anchors"),
         ("name: !!python/object:os.system x", "tags"),
         ("name: 2026-99-99\nworkers: [1, 2]\nmax_workers: " + 5000 * "9", "max_workers"),
