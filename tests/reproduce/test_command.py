@@ -242,7 +242,7 @@ def test_what_failed_is_reported_with_one_hint() -> None:
 def test_a_stop_leaves_checkpoints_and_the_same_call_goes_on(tmp_path: Path, run_cli: RunCli) -> None:
     folder, out = one_seed(write_corpus(tmp_path, graphs=False, init="random")), tmp_path / "out"
     base = folder / "tables" / "base.yaml"
-    base.write_text(base.read_text().replace("epochs: 2", "epochs: 200"))
+    base.write_text(base.read_text().replace("epochs: 2", "epochs: 100"))
     (folder / "reproduce.yaml").write_text((folder / "reproduce.yaml").read_text() + "aliases: {sgd: base}\n")
     arguments = ["reproduce", "table6", "--corpus", str(folder), "--out", str(out), "--device", "cpu", "--workers", "1"]
     command = [sys.executable, "-m", "ddnn.cli", *arguments, "--cores", "1"]
