@@ -29,7 +29,7 @@ TOKENS = {
     "inspection": 6_500,
     "kaldi": 20_500,
     "nn": 26_450,
-    "optim": 7_500,
+    "optim": 7_550,
     "recipe": 12_050,
     "report": 12_600,
     "reproduce": 15_550,

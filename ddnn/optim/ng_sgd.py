@@ -232,4 +232,5 @@ OPTIMIZERS: dict[str, tuple[type[SgdOptions], Callable[..., Sgd]]] = {
 
 
 def make_optimizer(options: SgdOptions, network: Network) -> Sgd:
-    return dict(OPTIMIZERS.values())[type(options)](network, options)
+    (make,) = (make for kind, make in OPTIMIZERS.values() if kind is type(options))
+    return make(network, options)

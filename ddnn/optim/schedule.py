@@ -86,18 +86,17 @@ class Newbob(Schedule):
     halving: bool = field(default=False, init=False)
     best: float = field(default=float("nan"), init=False)
 
-    @property
-    def _figure(self) -> str:
-        """The name of the criterion among the figures of an objective."""
-        return self.criterion.replace("-", "_")
-
     def initialize(self, figures: Mapping[str, float]) -> None:
-        self.best = figures[self._figure]
+        self.best = self._figure(figures)
+
+    def _figure(self, figures: Mapping[str, float]) -> float:
+        """The criterion; the loss is the first figure of an objective, whatever it is called."""
+        return next(iter(figures.values())) if self.criterion == "loss" else figures["frame_accuracy"]
 
     def step(self, figures: Mapping[str, float]) -> bool:
         self.epoch += 1
         by_loss = self.criterion == "loss"
-        before, now = self.best, figures[self._figure]
+        before, now = self.best, self._figure(figures)
         better = now < before if by_loss else now > before
         accepted = better or self.epoch <= max(self.keep_lr_epochs, self.min_epochs)
         if accepted:

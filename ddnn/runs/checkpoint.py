@@ -7,7 +7,7 @@ DIRECTORY/00000042/
 
 A checkpoint is written as .tmp-00000042. Each file is flushed, read back from the disk and compared with what was to be
 written; then come the manifest, the flush of the folder and its renaming, and last the removal of older checkpoints.
-When one is written: `CheckpointPolicy`. What is in it: `Trainer.capture` and `RbmTrainer.capture`.
+When one is written: `CheckpointPolicy`. What is in it: `ddnn.training.state.capture`.
 """
 
 from __future__ import annotations

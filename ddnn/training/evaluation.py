@@ -253,7 +253,8 @@ class Validation:
     def learned_nothing(self, result: EvalResult) -> bool:
         """Whether a model is no better, by any figure, than one that ignores its input. Of one pdf none can be better."""
         reached = self.baseline.figures
-        no_better = [FIGURES[name].is_no_better(result.figures[name], value) for name, value in reached.items()]
+        figures = {name: result.figures.get(name, math.nan) for name in reached}
+        no_better = [FIGURES[name].is_no_better(figures[name], value) for name, value in reached.items()]
         return self.baseline.loss > 0.0 and all(no_better)
 
 

@@ -302,7 +302,7 @@ def assemble_trainer(
         warmup_minibatches=recipe.parallel.warmup_minibatches,
         recipe=job.recipe_text,
         data=identity,
-        keeps_initial=isinstance(recipe.init, TrainedModelConfig) and recipe.init.output_layer == "keep",
+        may_keep_initial=isinstance(recipe.init, TrainedModelConfig) and recipe.init.output_layer == "keep",
     )
     if loaded is not None:
         trainer.restore(loaded)

@@ -53,7 +53,7 @@ def train_epoch(training: Training) -> None:
 
 
 def warm_up(trainer: Trainer) -> None:
-    """Trains on the minibatches of `parallel.warmup`, if any, and gives all workers one model. Raises as `train`."""
+    """Runs the warm-up (`parallel.warmup`), if any, then gives all workers the same model. Raises as `train`."""
     if trainer.warmup != "none":
         warmup = WarmUp(trainer)
         train_epoch(warmup)
@@ -61,10 +61,10 @@ def warm_up(trainer: Trainer) -> None:
 
 
 def train(trainer: Trainer) -> AcousticModel:
-    """Trains until the schedule ends; returns the model of the last accepted epoch. All workers run it together: each
-    trains on its shard, all evaluate and keep the same averaged model. DivergedError: the loss, or the model of every
-    worker, is not finite, or as of `Trainer.finish`. TrainingInterrupted: the training was asked to stop; a checkpoint
-    was written."""
+    """Trains until the schedule ends; returns the final model, that of the last accepted epoch or a mean that is no worse.
+    All workers run it together: each trains on its shard, all evaluate and keep the same averaged model. DivergedError:
+    the loss, or the model of every worker, is not finite, or for the reasons of `Trainer.finish`. TrainingInterrupted: the
+    training was asked to stop; a checkpoint was written."""
     t = trainer
     if not t.progress.started:
         warm_up(t)
@@ -72,11 +72,14 @@ def train(trainer: Trainer) -> AcousticModel:
     while not t.schedule.finished:
         lr = t.schedule.learning_rate
         train_epoch(t)
-        training = t.end_training(lr)
-        validation = t.validate()
-        accepted = t.schedule.step(validation.figures)
-        t.keep_best(validation, lr) if accepted else t.revert_to_best()
-        t.record_epoch(training, validation, lr, accepted)
+        trained = t.training_result(lr)
+        validated = t.validate()
+        accepted = t.schedule.step(validated.figures)
+        if accepted:
+            t.accept(validated, lr)
+        else:
+            t.reject()
+        t.record_epoch(trained, validated, lr, accepted)
         t.progress.end_epoch()
         t.checkpoints.after_epoch(t)
     return t.finish()

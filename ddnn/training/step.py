@@ -45,7 +45,7 @@ class EagerStep:
         make_objective: MakeObjective = CrossEntropy,
     ) -> None:
         self.workspace, self.optimizer, self.average = workspace, optimizer, average
-        self.objective = make_objective(workspace)
+        self.make_objective, self.objective = make_objective, make_objective(workspace)
         optimizer.set_arithmetic(workspace.arithmetic)
 
     def __call__(self, batch: Batch, lr: float) -> Sums:

@@ -17,7 +17,7 @@ from ddnn.distributed.groups import Groups
 from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
 from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.figures import describe
-from ddnn.nn.objective import CrossEntropy, MakeObjective, Sums
+from ddnn.nn.objective import Sums
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.runs.checkpoint import unprefixed
@@ -56,8 +56,14 @@ CHECKS = (
 
 @dataclass
 class Trainer:
-    """All parts of a training on this worker, each chosen once by `ddnn.training.job`. `best`: (num_parameters,)
-    parameters of the last epoch that was accepted."""
+    """All parts of a training on this worker, each chosen once by `ddnn.training.job`.
+
+    Attributes:
+        initial: figures of the initial network in validation.
+        accepted, accepted_epoch, accepted_parameters: figures, number and (num_parameters,) parameters of the last epoch
+            that was accepted; of the initial network, with number 0, before there is one.
+        final, final_source: figures of the model that is delivered; in words the mean that it is, or empty.
+    """
 
     model: AcousticModel  # trained in place
     optimizer: Sgd
@@ -70,24 +76,21 @@ class Trainer:
     averager: Averager  # averages the models of all workers
     checkpoints: CheckpointPolicy
     run: RunDir  # in which rank 0 records
-    make_objective: MakeObjective = CrossEntropy  # what is minimized
     combination: Combination = field(default_factory=Combination)  # what the final model may be a mean of
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"  # on rank 0 alone, or averaged after each minibatch
     warmup_minibatches: int = 0
     recipe: str = ""  # resolved; with the next two, by which a resume recognizes the same training
     data: DataIdentity = field(default_factory=lambda: DataIdentity(contents={}, features={}))
-    keeps_initial: bool = False  # the initial network was trained before: it is kept where no epoch is accepted
+    may_keep_initial: bool = False  # the initial network was trained before: it is kept where no epoch is accepted
 
     def __post_init__(self) -> None:
         parameters = self.model.network.parameters
-        self.progress, self.best = TrainingProgress(), parameters.clone()
+        self.progress, self.accepted_parameters = TrainingProgress(), parameters.clone()
         figures = self.eager_step.objective.figures
         self.losses = EpochFigures(parameters.device, figures, self._check_training, excludes=self.averager.excludes)
-        # In cross-validation: of the initial network, and of `best` with its epoch, 0 where none was accepted.
-        self.initial = self.kept = no_result(self.losses.committed.names)
-        self.kept_epoch = 0
-        # What is delivered: the last accepted epoch's model, or in words the mean that was better.
-        self.delivered, self.combined = self.kept, ""
+        self.initial = self.accepted = self.final = no_result(self.losses.committed.names)
+        self.accepted_epoch, self.final_source = 0, ""
+        self._training_seconds = self._validation_seconds = 0.0  # of the epoch
 
     @property
     def groups(self) -> Groups:
@@ -117,21 +120,21 @@ class Trainer:
 
     @property
     def hint(self) -> str:
-        """What to do where the training has diverged."""
+        """Advice to print where the training has diverged."""
         return learning_rate_hint(self.schedule.initial_lr, self.minibatch_size, self.averager.lr_scale)
 
     @property
     def improved(self) -> bool:
         """Whether the last model that was accepted is better than the initial network."""
-        return self.validation.is_better(self.kept, self.initial)
+        return self.validation.is_better(self.accepted, self.initial)
 
     @property
     def learned_nothing(self) -> bool:
         """Whether the model that is delivered is no better than one that ignores its input."""
-        return self.validation.learned_nothing(self.delivered)
+        return self.validation.learned_nothing(self.final)
 
     def end_row(self, reason: EndReason | None = None, detail: str = "") -> EndRow:
-        """How this start of the training has ended; without a `reason` as the schedule says."""
+        """How the training has ended since its start or resume; without a `reason`, for that of the schedule."""
         if reason is None:
             reason = "converged" if self.schedule.converged else "epochs-exhausted"
             detail = self.schedule.end_reason
@@ -139,16 +142,16 @@ class Trainer:
             reason=reason,
             detail=detail[:1000],
             epoch=self.progress.epoch,
-            kept_epoch=self.kept_epoch,
-            figures=dict(self.delivered.figures),
-            combination=self.combined,
+            kept_epoch=self.accepted_epoch,
+            figures=dict(self.final.figures),
+            combination=self.final_source,
             precision=self.precision,
-            kept=dict(self.kept.figures),
+            kept=dict(self.accepted.figures),
         )
 
     def begin_warmup(self) -> None:
-        """Validates the network before its warm-up, which must not hide that it got worse. Collective."""
-        self.initial = self.kept = self.delivered = self.validate()
+        """Validates before the warm-up, so that one that makes the network worse is noticed. Collective."""
+        self.initial = self.accepted = self.final = self.validate()
         log.info("before the warm-up: %s", self.initial.as_text())
 
     def end_warmup(self, lr_scale: float) -> None:
@@ -157,7 +160,7 @@ class Trainer:
         result, learning_rate = self.losses.committed.result(self.groups.data), self.schedule.learning_rate
         raise_if_diverged("warm-up", result, 0, learning_rate, self.hint)
         seconds = self.progress.elapsed()
-        self.run.record(WarmupRow(**self._figures(0, result, learning_rate, seconds, lr_scale)))
+        self.run.record(WarmupRow(**self._row_fields(0, result, learning_rate, seconds, lr_scale)))
         self.losses.reset()
         self.progress.end_warmup()
         self.checkpoints.begin(self)
@@ -167,12 +170,11 @@ class Trainer:
         returns. `initial` is the better one where a warm-up came before."""
         validation, learning_rate = self.validate(), self.schedule.learning_rate
         raise_if_diverged("cross-validation", validation, 0, learning_rate, self.hint)
-        self.best.copy_(self.model.network.parameters)
-        self.kept = self.delivered = validation
+        self.accepted_parameters.copy_(self.model.network.parameters)
+        self.accepted = self.final = validation
         if not self.initial.loss <= validation.loss:  # it is NaN without a warm-up
             self.initial = validation
-        seconds = time.perf_counter() - self._validation_started
-        self._record_validation(0, validation, learning_rate, seconds)
+        self._record_validation(0, validation, learning_rate)
         self.schedule.initialize(validation.figures)
         self.progress.started = True
 
@@ -192,7 +194,7 @@ class Trainer:
         log.debug("epoch %d: %d minibatches of %d frames, schedule's learning rate %g", *details)
 
     def align_fisher_updates(self) -> None:
-        """Lets all workers update their Fisher matrices in the same minibatches of the epoch, so that none waits for
+        """Lets all workers update their Fisher matrices at the same minibatches of the epoch, so that none waits for
         another's update. Shards differ in size: all continue from the largest count of minibatches. Where a worker has
         had none, as after a warm-up on another, all count from 0, since each needs the frequent updates of the start."""
         preconditioners = self.optimizer.preconditioners
@@ -221,8 +223,8 @@ class Trainer:
         epoch = self.progress.epoch + self.progress.started
         raise_if_diverged("training", result, epoch, self.schedule.learning_rate, self.hint)
 
-    def end_training(self, learning_rate: float) -> EvalResult:
-        """Training loss and frame accuracy of the epoch, over all workers; records what each worker did."""
+    def training_result(self, learning_rate: float) -> EvalResult:
+        """The objective's figures in the epoch's training, over all workers; records what each worker did."""
         epoch = self.progress.epoch + 1
         self.combination.end_epoch()
         for values in self.groups.world.all_gather_object(worker_row(epoch, self.averager).model_dump()):
@@ -233,16 +235,18 @@ class Trainer:
         return training
 
     def validate(self) -> EvalResult:
-        """Validation of the present model; the same result on every worker."""
-        self._validation_started = time.perf_counter()
-        return self.validation.evaluate(self.model)
+        """Validation of the current model; the same result on every worker."""
+        started = time.perf_counter()
+        result = self.validation.evaluate(self.model)
+        self._validation_seconds = time.perf_counter() - started
+        return result
 
-    def keep_best(self, validation: EvalResult, learning_rate: float) -> None:
-        """The epoch was accepted: its parameters are the best so far."""
+    def accept(self, validation: EvalResult, learning_rate: float) -> None:
+        """The epoch was accepted: training continues from its model."""
         epoch = self.progress.epoch + 1
         raise_if_diverged("cross-validation", validation, epoch, learning_rate, self.hint)
-        self.best.copy_(self.model.network.parameters)
-        self.kept, self.kept_epoch, self.delivered = validation, epoch, validation
+        self.accepted_parameters.copy_(self.model.network.parameters)
+        self.accepted, self.accepted_epoch, self.final = validation, epoch, validation
         self.combination.keep(epoch, validation.loss)
         if not self.improved:
             figures = f"the cross-validation loss {validation.loss:.6g} is not below that of the initial network"
@@ -252,40 +256,39 @@ class Trainer:
         with self.groups.world.watchdog.long_operation():
             self.run.save_best(self.model if self.improved else None)
 
-    def revert_to_best(self) -> None:
-        """The epoch was rejected: training continues from the best parameters."""
-        self.model.network.load_parameters(self.best)
+    def reject(self) -> None:
+        """The epoch was rejected: training continues from the model of the last accepted one."""
+        self.model.network.load_parameters(self.accepted_parameters)
         self.averager.reset()
         self.combination.revert()
 
     def record_epoch(self, training: EvalResult, validation: EvalResult, lr: float, accepted: bool) -> None:
-        epoch, seconds = self.progress.epoch + 1, time.perf_counter() - self._validation_started
-        trained = self._figures(epoch, training, lr, self._training_seconds)
+        epoch = self.progress.epoch + 1
+        trained = self._row_fields(epoch, training, lr, self._training_seconds)
         self.run.record(EpochRow(split="train", accepted=accepted, **trained))
-        self._record_validation(epoch, validation, lr, seconds, accepted)
+        self._record_validation(epoch, validation, lr, accepted)
         self.losses.reset()
 
-    def _record_validation(
-        self, epoch: int, result: EvalResult, lr: float, seconds: float, accepted: bool = True
-    ) -> None:
+    def _record_validation(self, epoch: int, result: EvalResult, lr: float, accepted: bool = True) -> None:
         if result.figures:
-            self.run.record(EpochRow(split="cv", accepted=accepted, **self._figures(epoch, result, lr, seconds)))
+            fields = self._row_fields(epoch, result, lr, self._validation_seconds)
+            self.run.record(EpochRow(split="cv", accepted=accepted, **fields))
 
-    def _figures(
+    def _row_fields(
         self, epoch: int, result: EvalResult, lr: float, seconds: float, lr_scale: float | None = None
     ) -> dict[str, Any]:
         """Fields of a row; `lr_scale`: what `lr` was multiplied by, where that is not the averager's."""
         scale = self.averager.lr_scale if lr_scale is None else lr_scale
         rates = {"learning_rate": lr * scale, "schedule_learning_rate": lr}
-        figures = {"epoch": epoch, "figures": result.figures}
-        of = {"minibatch_size": self.minibatch_size, "precision": self.precision}
-        return {**figures, **rates, **of, **throughput(result.frames, seconds)}
+        settings = {"minibatch_size": self.minibatch_size, "precision": self.precision}
+        speed = throughput(result.frames, seconds)
+        return {"epoch": epoch, "figures": result.figures, **rates, **settings, **speed}
 
     def finish(self) -> AcousticModel:
         """The model with the best parameters, or a combination that is no worse. DivergedError: its cross-validation loss
         is not below that of the initial network."""
-        kept, baseline = self.kept, self.validation.baseline
-        if self.keeps_initial and not self.kept_epoch and kept.loss == self.initial.loss:
+        kept, baseline = self.accepted, self.validation.baseline
+        if self.may_keep_initial and not self.accepted_epoch and kept.loss == self.initial.loss:
             self._warn(
                 f"no epoch was better in cross-validation than the initial network ({self.initial.loss:.6g}), which is "
                 "kept unchanged: change schedule.initial_learning_rate, to a lower one unless the loss hardly moved; or, if "
@@ -296,25 +299,27 @@ class Trainer:
             message = (
                 "the training learned nothing: no epoch was accepted, since none was better in cross-validation than "
             )
-            if self.kept_epoch:
-                figures = f"{kept.loss:.6g} after epoch {self.kept_epoch}, not below that of "
+            if self.accepted_epoch:
+                figures = f"{kept.loss:.6g} after epoch {self.accepted_epoch}, not below that of "
                 message = f"the training diverged: the cross-validation loss of its last model is {figures}"
             message += f"the initial network ({self.initial.loss:.6g})"
             raise DivergedError(message, location=self.run.path, hint=f"{self.hint}; {CHECKS}")
         self._combine()
-        if self.delivered.loss >= baseline.loss > 0.0:
-            message = f"the training learned next to nothing: its cross-validation loss {self.delivered.loss:.6g} is not below "
+        if self.final.loss >= baseline.loss > 0.0:
+            message = (
+                f"the training learned next to nothing: its cross-validation loss {self.final.loss:.6g} is not below "
+            )
             message += f"that of the relative frequencies of the pdfs alone, {baseline.loss:.6g}"
             self._warn(f"{message}: {self.hint}; {CHECKS}")
         if self.schedule.still_improving:
             log.info(
                 "not converged: %s: more epochs or a higher learning rate train it further", self.schedule.end_reason
             )
-        self.model.network.load_parameters(self.best)
+        self.model.network.load_parameters(self.accepted_parameters)
         return self.model
 
     def _warn(self, message: str) -> None:
-        """Logs a warning once: other workers' warnings are shown too."""
+        """Warns on rank 0 only, since warnings of all workers are shown."""
         if self.groups.world.rank == 0:
             log.warning(message)
 
@@ -325,13 +330,13 @@ class Trainer:
             self.model.network.load_parameters(parameters)
             result = self.validate()
             log.info("%s: CV %s", name, describe(result.figures))
-            if result.loss <= self.delivered.loss:
-                self.best.copy_(parameters)
-                self.delivered, self.combined = result, name
+            if result.loss <= self.final.loss:
+                self.accepted_parameters.copy_(parameters)
+                self.final, self.final_source = result, name
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """What each rank saves of its own: a training continues from these to the same bits."""
+        """What each rank saves for itself; a resume from it gives the same bits."""
         return {
             "network": self.model.network,
             "averager": self.averager,
@@ -345,7 +350,7 @@ class Trainer:
     @property
     def shared_parts(self) -> dict[str, Stateful]:
         return {
-            "best": TensorState(parameters=self.best),
+            "best": TensorState(parameters=self.accepted_parameters),
             "transform": TensorState(**unprefixed("transform", transform_tensors(self.model))),
             "strategy": SharedState(self.averager),
             "combination": SharedState(self.combination),
@@ -365,18 +370,18 @@ class Trainer:
             recipe=self.recipe,
             data=self.data,
             initial=dict(self.initial.figures),
-            kept_epoch=self.kept_epoch,
-            kept=dict(self.kept.figures),
+            kept_epoch=self.accepted_epoch,
+            kept=dict(self.accepted.figures),
         ).model_dump()
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
         """Restores what `ddnn.training.state.capture` gave; DataError where it does not fit this training. Collective where
-        not `bitwise`: all take the model of rank 0, and what belongs to one worker alone begins again."""
+        not `bitwise`: all take the model of rank 0, and what belongs to one worker alone starts afresh."""
         metadata, parts, shared = loaded.metadata, self.parts, self.shared_parts
         self.progress.started = metadata.started
         self.schedule.load_state_dict(metadata.schedule)
-        self.initial, self.kept_epoch = EvalResult(metadata.initial, 0), metadata.kept_epoch
-        self.kept = self.delivered = EvalResult(metadata.kept, 0)
+        self.initial, self.accepted_epoch = EvalResult(metadata.initial, 0), metadata.kept_epoch
+        self.accepted = self.final = EvalResult(metadata.kept, 0)
         if not loaded.bitwise:
             parts = {name: part for name, part in parts.items() if name not in ("averager", "workspace")}
             del shared["strategy"]
@@ -384,7 +389,7 @@ class Trainer:
         restore_state(parts, loaded.rank_state, loaded.location)
         self.resize_minibatches()
         if not loaded.bitwise:
-            self.optimizer.clear_momentum()  # it would not fit the mean model
+            self.optimizer.clear_momentum()  # it belongs to another model than the mean
             self.losses.commit()
             total = len(self.batches)
             done = min(total, round(metadata.epoch_fraction * total))

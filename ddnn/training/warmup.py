@@ -17,13 +17,13 @@ from ddnn.training.state import Stateful
 from ddnn.training.step import EagerStep
 from ddnn.training.trainer import Trainer
 
-WARMUP_EPOCH = 10**6  # the first epoch number of the warm-up's shuffles, which no epoch of training reaches
+FIRST_SHUFFLE = 10**6  # the number of the first order of the frames, which no epoch of training reaches
 
 
 class WarmUp:
     """The warm-up of `trainer`, for the training loop. `all-reduce`: the models are averaged after each minibatch.
-    `single-worker`: rank 0 trains alone; the other workers count as many minibatches without frames, and hear of
-    checkpoints and signals after each averaging period. Checkpoints are those of the trainer."""
+    `single-worker`: rank 0 trains alone; the other workers step through as many empty minibatches, and hear of checkpoints
+    and signals once per averaging period. Checkpoints are those of the trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Collective."""
@@ -33,8 +33,10 @@ class WarmUp:
         single = t.warmup == "single-worker"
         self.averager = make_warmup_averager(t.averager, single=single)
         self.losses.excludes = self.averager.excludes
-        self.waits = single and t.groups.data.rank != 0
-        self.step = EagerStep(t.eager_step.workspace, t.optimizer, self.averager.average_gradient, t.make_objective)
+        self.idle = single and t.groups.data.rank != 0
+        self.step = EagerStep(
+            t.eager_step.workspace, t.optimizer, self.averager.average_gradient, t.eager_step.make_objective
+        )
         self.learning_rate = t.schedule.learning_rate * self.averager.lr_scale
         t.optimizer.set_lr_scale(self.averager.lr_scale)
 
@@ -51,16 +53,16 @@ class WarmUp:
         return self.progress.remaining(self._batches(), self.trainer.run, "warm-up", self.losses)
 
     def _batches(self) -> Iterator[Batch]:
-        """All that are still to be trained on, and more."""
-        if self.waits:
+        """The remaining minibatches, and endlessly more."""
+        if self.idle:
             return repeat(Batch(torch.empty(0), torch.empty(0)))
         batches = self.trainer.batches
         first, skip = divmod(self.progress.minibatch, len(batches))
-        later = (batches.epoch(WARMUP_EPOCH + number) for number in count(first + 1))
-        return chain(batches.epoch(WARMUP_EPOCH + first, skip), chain.from_iterable(later))
+        later = (batches.epoch(FIRST_SHUFFLE + number) for number in count(first + 1))
+        return chain(batches.epoch(FIRST_SHUFFLE + first, skip), chain.from_iterable(later))
 
     def train_minibatch(self, batch: Batch) -> Sums:
-        if self.waits:
+        if self.idle:
             return tuple(torch.zeros(()) for _ in self.losses.committed.names)
         return self.step(batch, self.learning_rate)
 

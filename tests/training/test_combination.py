@@ -275,4 +275,4 @@ def test_defaults_deliver_the_last_accepted_epoch() -> None:
     trainer = toy_trainer(SingleProcess(), make_parallel_config())
     assert list(trainer.combination.candidates()) == [] and trainer.combination.shared_state_dict() == {}
     train_to_end(trainer)
-    assert isinstance(trainer.kept, EvalResult) and trainer.delivered is trainer.kept and trainer.combined == ""
+    assert isinstance(trainer.accepted, EvalResult) and trainer.final is trainer.accepted and trainer.final_source == ""

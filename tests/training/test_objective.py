@@ -49,7 +49,7 @@ def test_a_toy_objective_trains_through_the_unchanged_loop() -> None:
     train_to_end(trainer)
     after = trainer.validate()
     assert after.loss < 0.5 * before.loss and after.figures["within"] > before.figures["within"]
-    assert trainer.kept.figures == after.figures
+    assert trainer.accepted.figures == after.figures
 
 
 def test_a_training_without_validation_accepts_every_epoch_and_delivers_the_last() -> None:
@@ -57,7 +57,7 @@ def test_a_training_without_validation_accepts_every_epoch_and_delivers_the_last
     alone.validation = Validation()
     train_to_end(validated)
     rows = train_to_end(alone)
-    assert torch.equal(alone.best, validated.model.network.parameters) and alone.kept_epoch == 4
+    assert torch.equal(alone.accepted_parameters, validated.model.network.parameters) and alone.accepted_epoch == 4
     assert [(row["split"], row["epoch"], row["accepted"]) for row in rows if row["type"] == "epoch"] == [
         ("train", epoch, True) for epoch in (1, 2, 3, 4)
     ]

@@ -106,7 +106,6 @@ class ScriptedTrainer:
         results = iter(figures)
 
         def validate() -> EvalResult:
-            self.trainer._validation_started = 0.0
             return result(*next(results))
 
         self.trainer.validate = validate  # type: ignore[method-assign]
@@ -154,7 +153,7 @@ def test_the_kept_epoch_is_the_last_that_was_accepted() -> None:
 
 def test_the_network_that_is_kept_where_no_epoch_is_accepted_is_no_moving_average() -> None:
     scripted = ScriptedTrainer(Newbob(), [(2.0, 0.1)] * 4)
-    with_combination(scripted.trainer).keeps_initial = True
+    with_combination(scripted.trainer).may_keep_initial = True
     before = scripted.trainer.model.network.parameters.clone()
     model, trainer = scripted.train()
     assert trainer.end_row().combination == "" and torch.equal(model.network.parameters, before)
@@ -280,7 +279,7 @@ def test_the_best_epoch_is_kept_where_the_recipe_says_so() -> None:
         scripted.trainer.record_epoch = record_and_copy  # type: ignore[method-assign]
         model, trainer = scripted.train()
         assert torch.equal(model.network.parameters, models[1 if name else 3])
-        assert trainer.end_row().combination == name and trainer.delivered.loss == (1.2 if name else 1.4)
+        assert trainer.end_row().combination == name and trainer.final.loss == (1.2 if name else 1.4)
 
 
 def test_the_best_epoch_is_resumed_and_a_damaged_one_is_refused() -> None:

@@ -54,13 +54,13 @@ def test_a_rejected_first_epoch_returns_to_the_network_after_the_warm_up(kind: s
         parallel = make_parallel_config(averaging_period=3, warmup=kind, warmup_minibatches=20)
         trainer = toy_trainer(comm, parallel)
         trainer.schedule = schedule = RejectsTheFirstEpoch(trainer)
-        revert = trainer.revert_to_best
+        revert = trainer.reject
 
         def revert_and_look() -> None:
             revert()
             schedule.starts.append(trainer.model.network.parameters.clone())
 
-        trainer.revert_to_best = revert_and_look  # type: ignore[method-assign]
+        trainer.reject = revert_and_look  # type: ignore[method-assign]
         with closing(trainer.averager), closing(trainer.batches):
             train(trainer)
         first, second = schedule.starts
@@ -71,32 +71,32 @@ def test_a_rejected_first_epoch_returns_to_the_network_after_the_warm_up(kind: s
 
 
 def warmed_up(
-    figures: list[float], *, keeps_initial: bool = False, schedule: Schedule | None = None
+    figures: list[float], *, may_keep_initial: bool = False, schedule: Schedule | None = None
 ) -> ScriptedTrainer:
     """A training after a warm-up whose cross-validation losses are `figures`: before the warm-up, after it, after each
     epoch."""
     scripted = ScriptedTrainer(schedule or Newbob(min_epochs=1), [(loss, 0.1) for loss in figures])
     scripted.trainer.warmup, scripted.trainer.warmup_minibatches = "all-reduce", 2
-    scripted.trainer.keeps_initial = keeps_initial
+    scripted.trainer.may_keep_initial = may_keep_initial
     return scripted
 
 
-@pytest.mark.parametrize("keeps_initial", [True, False])
-def test_a_training_is_compared_with_the_network_before_the_warm_up(keeps_initial: bool) -> None:
+@pytest.mark.parametrize("may_keep_initial", [True, False])
+def test_a_training_is_compared_with_the_network_before_the_warm_up(may_keep_initial: bool) -> None:
     """Else a warm-up would hide that it has made the network of `init.model` worse."""
     with pytest.raises(DivergedError, match=r"2.5 after epoch 2, not below that of the initial network \(2\)"):
-        warmed_up([2.0, 3.0, 2.6, 2.5, 2.6, 2.6], keeps_initial=keeps_initial).train()
+        warmed_up([2.0, 3.0, 2.6, 2.5, 2.6, 2.6], may_keep_initial=may_keep_initial).train()
 
 
 def test_a_network_that_a_warm_up_made_worse_is_not_kept() -> None:
     schedule = Newbob(end_halving_impr=0.5)
     with pytest.raises(DivergedError, match=r"no epoch was accepted.* the initial network \(2\)"):
-        warmed_up([2.0, 3.0, 3.1, 3.1], keeps_initial=True, schedule=schedule).train()
+        warmed_up([2.0, 3.0, 3.1, 3.1], may_keep_initial=True, schedule=schedule).train()
 
 
 def test_the_network_of_a_warm_up_is_kept_where_it_is_better_than_before() -> None:
-    _, trainer = warmed_up([2.0, 1.5, 1.6, 1.6], schedule=Newbob(), keeps_initial=True).train()
-    assert (trainer.delivered.loss, trainer.kept_epoch) == (1.5, 0)
+    _, trainer = warmed_up([2.0, 1.5, 1.6, 1.6], schedule=Newbob(), may_keep_initial=True).train()
+    assert (trainer.final.loss, trainer.accepted_epoch) == (1.5, 0)
 
 
 def test_a_warm_up_on_one_worker_is_recorded_with_the_learning_rate_of_one_worker() -> None:

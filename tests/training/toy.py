@@ -118,7 +118,6 @@ def toy_trainer(
         validation=CrossValidation(
             toy_shard(50 + groups.data.rank, 40), groups.data, workspace.arithmetic, make_objective
         ),
-        make_objective=make_objective,
         minibatch_sizes=sizes,
         eager_step=step,
         step=step,
