@@ -53,6 +53,8 @@ CHECKS = (
     "alignments belong to the features"
 )
 
+WORKER_PARTS = ("averager", "workspace")  # those of `Trainer.parts` that fit no other worker than the one they are of
+
 
 @dataclass
 class Trainer:
@@ -383,7 +385,7 @@ class Trainer:
         self.initial, self.accepted_epoch = EvalResult(metadata.initial, 0), metadata.kept_epoch
         self.accepted = self.final = EvalResult(metadata.kept, 0)
         if not loaded.bitwise:
-            parts = {name: part for name, part in parts.items() if name not in ("averager", "workspace")}
+            parts = {name: part for name, part in parts.items() if name not in WORKER_PARTS}
             del shared["strategy"]
         restore_state(shared, loaded.global_state, loaded.location)
         restore_state(parts, loaded.rank_state, loaded.location)
