@@ -66,6 +66,7 @@ def _lay(folder: Path) -> None:
     logging.getLogger("ddnn").addHandler(logging.NullHandler())
     model = tiny_model()
     header: dict[str, Any] = {
+        "started": True,
         "epoch": 2,
         "minibatch": 7,
         "epoch_fraction": 0.5,
