@@ -281,10 +281,15 @@ class Trainer:
     ) -> dict[str, Any]:
         """Fields of a row; `lr_scale`: what `lr` was multiplied by, where that is not the averager's."""
         scale = self.averager.lr_scale if lr_scale is None else lr_scale
-        rates = {"learning_rate": lr * scale, "schedule_learning_rate": lr}
-        settings = {"minibatch_size": self.minibatch_size, "precision": self.precision}
-        speed = throughput(result.frames, seconds)
-        return {"epoch": epoch, "figures": result.figures, **rates, **settings, **speed}
+        return {
+            "epoch": epoch,
+            "figures": result.figures,
+            "learning_rate": lr * scale,
+            "schedule_learning_rate": lr,
+            "minibatch_size": self.minibatch_size,
+            "precision": self.precision,
+            **throughput(result.frames, seconds),
+        }
 
     def finish(self) -> AcousticModel:
         """The model with the best parameters, or a combination that is no worse. DivergedError: its cross-validation loss
