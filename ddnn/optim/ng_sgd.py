@@ -10,10 +10,10 @@ with kappa from the max-change rule, at the learning rate times the layer's larg
 `natural_gradient` keeps, the Fisher matrices, belongs to this worker.
 
 A layer that gives P rows for each frame (`Layer.gemm`) has N P rows in X and Y. Its history is P times as long, so
-that it counts frames, and kappa is in frames too. A layer without such rows has its plain gradient, limited alike by
+that it counts frames, and kappa is in frames too. A layer without such rows has its plain gradient, limited likewise, by
 the norms of the frames' gradients. In bf16, X and Y are preconditioned in place, the factors of X W^T and H W rounded to
 bf16 and the sums in float32; with the option `exact` in float32, X^ and Y^ being rounded for the last product alone.
-The Fisher matrices are updated in float32 in either, but in bf16 less often once a training has settled.
+The Fisher matrices are updated in float32 in both cases, but in bf16 less often once a training has settled.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FEW_FILTERS = 32  # up to so many the rank of their derivative is a quarter of t
 
 @dataclass(frozen=True)
 class NgSgdOptions(SgdOptions):
-    """Options of NG-SGD; the first five as in `NaturalGradientOptions`.
+    """Options of NG-SGD; ranks, `alpha`, `num_samples_history` and `update_period` as in `NaturalGradientOptions`.
 
     `max_change_scope`: `global` limits the step by the frames of all workers, `local` by the worker's own (nnet2);
-    `unscaled` limits the step at a learning rate of 1, so that the step at
-    `lr` is limited to lr * max_change_per_sample (the code of arXiv 1507.01239)."""
+    `unscaled` limits the step at a learning rate of 1, without `learn_rate_coef`, so that the step at `lr` is limited to
+    lr * max_change_per_sample (the code of arXiv 1507.01239)."""
 
     rank_in: int = 20  # of a layer's input
     rank_out: int = 80  # of its output derivative
@@ -49,10 +49,10 @@ class NgSgdOptions(SgdOptions):
     num_samples_history: float = 2000.0
     update_period: int = 4
     max_change_per_sample: float = (
-        0.075  # a step that would change a layer by more than this per frame is shortened; 0: never
+        0.075  # a step that changes a layer by more than this per frame is shortened; 0: never
     )
     max_change_scope: Literal["global", "local", "unscaled"] = "global"
-    exact: bool = False  # in bf16: X^ and Y^ in float32, and then rounded; without `NaturalGradient.updates_rarely`
+    exact: bool = False  # in bf16: round X^ and Y^ only for the last product; never `NaturalGradient.updates_rarely`
 
     def sides(self, gemm: Gemm) -> tuple[tuple[int, int], tuple[int, int]]:
         """Dimension and rank of a layer's two preconditioners, of the input with 1 appended and of the derivative. Of a
@@ -96,9 +96,14 @@ class _Part(NamedTuple):
 
 
 class NgSgd(Sgd):
-    """SGD along the natural gradient. `parts`: the trainable layers, or what they are made of, numbered as all of the
-    network are, so that without networks side by side a part has its layer's number. `preconditioners_of`:
-    by the number of a part that has a `gemm`, those of its input (with 1 appended) and of its output derivative."""
+    """SGD along the natural gradient.
+
+    Attributes:
+        parts: the trainable layers, split into their `Layer.parts`; numbers count the parts of the whole network, so that
+            without networks side by side a part has its layer's number.
+        preconditioners_of: of a part that has a `gemm`, those of its input (with 1 appended) and of its output derivative.
+        limit_coefs: what the learning rate of a part is multiplied by where its step is limited.
+    """
 
     def __init__(self, network: Network, options: NgSgdOptions | None = None) -> None:
         options = options or NgSgdOptions()
@@ -108,7 +113,7 @@ class NgSgd(Sgd):
         every = (_Part(i, *part) for i, layer in enumerate(network.layers) for part in layer.parts.items())
         self.parts = {k: part for k, part in enumerate(every) if part.number in self.trainable}
         unscaled = options.max_change_scope == "unscaled"
-        self.coefs = {k: 1.0 if unscaled else part.learn_rate_coef for k, part in self.parts.items()}
+        self.limit_coefs = {k: 1.0 if unscaled else part.learn_rate_coef for k, part in self.parts.items()}
         self.gemms = {k: part.layer.gemm for k, part in self.parts.items() if part.layer.gemm is not None}
         for k, gemm in self.gemms.items():
             rest = (options.alpha, options.num_samples_history * gemm.rows, options.update_period)
@@ -145,7 +150,7 @@ class NgSgd(Sgd):
         a = workspace.arithmetic
         if self._memory.made_for != (len(workspace.x), a):
             self._rows.clear()
-            self._memory = _Memory(self, 0, a)  # of another size: first given back
+            self._memory = _Memory(self, 0, a)  # gives back the old memory before new is taken
             self._memory = _Memory(self, len(workspace.x), a)
         for k, (inputs, grads) in self._memory.sides.items():
             part = self.parts[k]
@@ -166,7 +171,7 @@ class NgSgd(Sgd):
                 bias_input = self._memory.sides[k][0].rows.bias_column
                 part.layer.gradient_of_rows(workspace.arithmetic, *self._rows[k], views, bias_input)
             elif views:
-                self._plain_gradient(part, workspace, self._limited_lr * self.coefs[k], views)
+                self._plain_gradient(part, workspace, self._limited_lr * self.limit_coefs[k], views)
             if not part.prefix:
                 return factor
             for view in views.values():
@@ -203,7 +208,7 @@ class _Memory:
         for rows in dict.fromkeys(gemm.rows for gemm in gemms.values()):
             numbers, total = [k for k, gemm in gemms.items() if gemm.rows == rows], rows * frames
             before, after = new(2, 2, len(numbers), total).unbind()
-            of_rates = new(len(numbers)).copy_(torch.tensor([optimizer.coefs[k] for k in numbers]))
+            of_rates = new(len(numbers)).copy_(torch.tensor([optimizer.limit_coefs[k] for k in numbers]))
             self._groups.append((rows, numbers, before, after, of_rates))
             for n, k in enumerate(numbers):
                 columns, fan_out = gemms[k].fan_in + 1, gemms[k].fan_out

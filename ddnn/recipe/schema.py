@@ -206,7 +206,8 @@ class NgSgdConfig(MomentumConfig):
     """Minibatches between two updates of the Fisher matrices, after the first 10 minibatches. In bf16 it is four times as
     many from minibatch 1000 on, unless `exact: true`."""
     max_change_per_sample: NotNegative = 0.075
-    """A step that would change a layer by more than this per frame, its `learn_rate_coef` included, is scaled down. 0: never."""
+    """A step that would change a layer by more than this per frame, its `learn_rate_coef` included (but not with `unscaled`),
+    is scaled down. 0: never."""
     max_change_scope: Literal["global", "local", "unscaled"] = "global"
     """`global` counts the frames of all workers: if learning rates are multiplied by N workers, a step may be N times
     as long, as with one worker and N times the minibatch. `local` counts the worker's own frames (nnet2), which
