@@ -156,17 +156,17 @@ def check_resume(recipe: Recipe, location: Path) -> None:
     end than they do."""
     problems = list[str]()
     checkpoint = peek_checkpoint(location / CHECKPOINTS, problems.append)
-    if checkpoint is None and problems:
-        message = f"there is no checkpoint to resume from: {problems[0]}"
-        raise DataError(message, location=location / CHECKPOINTS)
-    before, precision = (
-        ("", None) if checkpoint is None else (checkpoint.metadata.get(key) for key in ("recipe", "precision"))
-    )
-    if checkpoint is None or not isinstance(before, str) or not isinstance(precision, str):
-        return  # the workers say what is wrong with it
+    if checkpoint is None:
+        for problem in problems:
+            raise DataError(f"there is no checkpoint to resume from: {problem}", location=location / CHECKPOINTS)
+        return
+    path = location / CHECKPOINTS / folder_name(checkpoint.number)
+    before, precision = (checkpoint.metadata.get(key) for key in ("recipe", "precision"))
+    if not isinstance(before, str) or not isinstance(precision, str):
+        raise DataError("not a checkpoint of a training: it has no recipe or no precision", location=path)
     if isinstance(recipe.init, TrainedModelConfig) and (location / RECIPE).is_file():
         recipe = with_recorded_network(recipe, load_recipe(location / RECIPE, must_exist=False))
-    check_same_recipe(before, recipe, location / CHECKPOINTS / folder_name(checkpoint.number), precision)
+    check_same_recipe(before, recipe, path, precision)
 
 
 def makes_longer(command: TrainingCommand, recipe: Recipe) -> bool:

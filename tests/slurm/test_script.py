@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from ddnn.slurm.cluster import ClusterConfig, Placement
 from ddnn.slurm.submit import JobScript, sbatch_options, script_text
+from ddnn.training.command import TrainingCommand
 from ddnn.util.errors import UserError
 
 HOSTILE = "r ü $HOME`id` 'x\" %j #z;&|*~!"
@@ -122,8 +123,10 @@ exit "$code"
 
 
 def test_the_script_in_the_docs() -> None:
-    python = ("/home/me/venv/bin/python", "-c", "import sys; ...", "ddnn.cli", "train", "/home/me/exp/an4/recipe.yaml")
-    training = (*python, "--run-dir", "/home/me/exp/an4", "--workers", "8", "--device", "cuda", "--resume=auto")
+    python = ("/home/me/venv/bin/python", "-c", "import sys; ...", "ddnn.cli")
+    run_dir = Path("/home/me/exp/an4")
+    command = TrainingCommand("training", run_dir / "recipe.yaml", run_dir, (), 8, "cuda", "auto")
+    training = (*python, *command.arguments())
     cluster = ClusterConfig(partition="gpu", time="1-00:00:00", cpus_per_worker=4)
     made = dataclasses.replace(job(cluster, "/home/me/exp/an4"), training=training, trains="6 x 2048 sigmoid, seed 1")
     assert f"```bash\n{script_text(made)}```\n" in (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
