@@ -28,7 +28,7 @@ TOKENS = {
     "distributed": 9_750,
     "inspection": 6_500,
     "kaldi": 20_500,
-    "nn": 26_450,
+    "nn": 26_400,
     "optim": 7_550,
     "recipe": 12_050,
     "report": 12_600,

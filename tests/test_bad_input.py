@@ -102,9 +102,9 @@ DATA: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "no archive": (lambda job: job.ark.unlink(), ("spk0-utt000", "feats.ark", "does not exist", "feats.scp, line 1")),
     "empty archive": (lambda job: cut(job.ark, 0), ("spk0-utt000", "feats.ark", "the file is empty")),
     "cut before the record": (cut_ark(0), (U, "feats.ark", "is past the end of the file, which has")),
-    "cut in the marker": (cut_ark(1), (U, "feats.ark", "binary marker takes 2 bytes, at most 1 remain")),
-    "cut in the type": (cut_ark(4), (U, "feats.ark", "the type of the matrix takes 3 bytes, at most 2 remain")),
-    "cut in the dims": (cut_ark(9), (U, "feats.ark", "the header of the matrix takes 10 bytes, at most 4 remain")),
+    "cut in the marker": (cut_ark(1), (U, "feats.ark", "expected Kaldi's binary marker")),
+    "cut in the type": (cut_ark(4), (U, "feats.ark", "expected a matrix (FM, DM, CM, CM2 or CM3), found b'FM'")),
+    "cut in the dims": (cut_ark(9), (U, "feats.ark", "the header of the matrix takes 10 bytes, 4 remain")),
     "cut before the data": (cut_ark(15), (U, "feats.ark", "20 rows and 4 columns, 320 bytes, at most 0 remain")),
     "cut in the data": (cut_ark(15 + 319), (U, "feats.ark", "20 rows and 4 columns, 320 bytes, at most 319 remain")),
     "offset past the end": (
@@ -430,7 +430,7 @@ def test_pdf_ids_beyond_the_model(job: Job, trained: Path, run_cli: RunCli) -> N
         ("- data\n- model\n", ("line 1", "a list found, expected `key: value` lines")),
         ("train me\n", ("line 1", "plain text found, expected `key: value` lines")),
         ("", ("nothing found, expected `key: value` lines",)),
-        ("data:\n\ttrain: data\n", ("line 2", "a tab found in the indentation; use spaces")),
+        ("data:\n\ttrain: data\n", ("line 2", "a tab found; use spaces")),
         (
             "{data}schedule: {{initail: 0.1}}\n",
             ("line 2", "schedule.initail: unknown key", "schedule.initial_learning_rate?"),

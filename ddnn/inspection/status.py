@@ -118,6 +118,7 @@ class Status:
         text = render(
             "status.txt.j2",
             **{"status": self, "run": self.run, "metrics": self.metrics, "now": time.time()},
+            end_time=time.strftime("%Y-%m-%d %H:%M", time.localtime(min(self.estimated_end or 0.0, 4e9))),
             **{"format_figures": format_figures, "printable": printable},
         )
         return "\n".join(filter(str.strip, text.splitlines()))

@@ -37,9 +37,9 @@ class Figure:
 
 LOSS = Figure("loss", "loss", "lower")
 FRAME_ACCURACY = Figure("frame_accuracy", "frame accuracy", "higher", percent=True)
-RECONSTRUCTION_ERROR = Figure("reconstruction_error", "reconstruction error", "lower")
+RECONSTRUCTION_ERROR = Figure("reconstruction_error", "reconstruction error", "lower")  # of an RBM, in rows of its own
 
-FIGURES = {figure.name: figure for figure in (LOSS, FRAME_ACCURACY, RECONSTRUCTION_ERROR)}
+FIGURES = {figure.name: figure for figure in (LOSS, FRAME_ACCURACY)}
 """All figures of all objectives, by name, in the order in which they are shown."""
 
 

@@ -16,7 +16,7 @@ from ddnn.data.dataset import FrameSubset, labels_of
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision
-from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, Figure, describe, texts
+from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, Figure, texts
 from ddnn.nn.network import evaluation_workspace, tensor_like
 from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.nn.scorer import forward_batches
@@ -124,7 +124,7 @@ class EpochFigures:
         *,
         excludes: bool,
     ) -> None:
-        self.raise_if_diverged, self.excludes = raise_if_diverged, excludes
+        self.figures, self.raise_if_diverged, self.excludes = figures, raise_if_diverged, excludes
         self.committed, self.interval = FigureSums(device, figures), FigureSums(device, figures)
 
     def add(self, sums: Sequence[Tensor], frames: int, minibatch: int) -> None:
@@ -152,8 +152,8 @@ class EpochFigures:
     def so_far(self) -> str:
         """Of this worker, which is rank 0, in the epoch under way, for a person; waits for the device."""
         *sums, frames = (self.committed.to_tensor() + self.interval.to_tensor()).tolist()
-        figures = {name: value / max(frames, 1) for name, value in zip(self.committed.names, sums, strict=True)}
-        return describe(figures) + (" (worker 0)" if self.excludes else "")
+        parts = [figure.text(value / max(frames, 1)) for figure, value in zip(self.figures, sums, strict=True)]
+        return ", ".join(parts) + (" (worker 0)" if self.excludes else "")
 
     def state_dict(self) -> dict[str, Tensor]:
         """`sums` (2, figures + 1) float64: sums of the figures and frames of the epoch and of the interval. DivergedError as

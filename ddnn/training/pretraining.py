@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -123,8 +124,13 @@ class RbmTrainer:
         self.averager = make_averager(averaging, groups, self.rbm, self.rbm)
         total_frames = int(sum(comm.all_gather_object(len(frames))))
         self.num_epochs = epochs_for_rbm(config, index, total_frames, gauss=gauss)
-        excludes = self.averager.excludes
-        self.losses = EpochFigures(device, (RECONSTRUCTION_ERROR,), self.raise_if_diverged, excludes=excludes)
+        trainer = weakref.proxy(self)  # no cycle of references: the memory of an RBM is free when it is trained
+        self.losses = EpochFigures(
+            device,
+            (RECONSTRUCTION_ERROR,),
+            lambda result: trainer.raise_if_diverged(result),
+            excludes=self.averager.excludes,
+        )
         self.total_error, self.total_frames, self.epoch_seconds = 0.0, 0, math.nan
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -89,7 +90,10 @@ class Trainer:
         parameters = self.model.network.parameters
         self.progress, self.accepted_parameters = TrainingProgress(), parameters.clone()
         figures = self.eager_step.objective.figures
-        self.losses = EpochFigures(parameters.device, figures, self._check_training, excludes=self.averager.excludes)
+        trainer = weakref.proxy(self)  # no cycle of references: the memory of a training is free when it has ended
+        self.losses = EpochFigures(
+            parameters.device, figures, lambda result: trainer._check_training(result), excludes=self.averager.excludes
+        )
         self.initial = self.accepted = self.final = no_result(self.losses.committed.names)
         self.accepted_epoch, self.final_source = 0, ""
         self._training_seconds = self._validation_seconds = 0.0  # of the epoch

@@ -360,7 +360,7 @@ def test_natural_gradient_is_that_of_an_affine_layer_on_all_rows(
     found = natural_steps(
         made, NgSgdOptions(0.5, 0.1, max_change_per_sample=max_change, **options), x, d, precision, 0.1
     )  # type: ignore[arg-type]
-    options |= {"num_samples_history": patches * 2000.0, "max_change": max_change / patches}
+    options |= {"num_samples_history": patches * 2000.0, "max_change_per_sample": max_change / patches}
     twin = natural_steps(other, NgSgdOptions(**options), rows, d.view(13, -1, layer.filters), precision, 0.1)  # type: ignore[arg-type]
     assert torch.equal(made.parameters, other.parameters)
     for name, state in twin.state_dict().items():
