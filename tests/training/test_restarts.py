@@ -19,7 +19,7 @@ from training.killing import write_job
 
 from ddnn.distributed.signals import EXIT_KILLED
 
-WORKERS = 4
+WORKERS = 4 if "DDNN_TEST_EACH_DEATH" in os.environ else 3
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(folder, epochs=3)
 
 
-def train(recipe: Path, run: Path, *deaths: tuple[int, str, int], settings: tuple[str, ...] = ()) -> Any:
-    """`ddnn train` by four workers that die like this; code, stderr."""
-    words = ["train", recipe, "--run-dir", run, "--workers", WORKERS, "--device", "cpu"]
+def train(
+    recipe: Path, run: Path, *deaths: tuple[int, str, int], settings: tuple[str, ...] = (), workers: int = WORKERS
+) -> Any:
+    """`ddnn train` by workers that die like this; code, stderr."""
+    words = ["train", recipe, "--run-dir", run, "--workers", workers, "--device", "cpu"]
     words += [word for setting in settings for word in ("--set", setting)]
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMIX_"))
@@ -59,7 +61,7 @@ def test_whoever_dies_wherever_the_bits_are_the_same(recipe: Path) -> None:
         (0, "minibatch", 35),
         (1, "exchange", 9),
         (2, "checkpoint", 2),
-        (3, "stop", 25),
+        (WORKERS - 1, "stop", 25),
         (0, "commit", 2),
     ]
     done = train(recipe, run, *deaths, settings=("parallel.hang_timeout=6",))
@@ -72,7 +74,10 @@ def test_whoever_dies_wherever_the_bits_are_the_same(recipe: Path) -> None:
     assert all((row["epoch"], row["minibatch"]) > (0, 0) for row in restarts[1:])
     reasons = [row["reason"] for row in restarts]
     assert reasons[:4] + reasons[5:] == ["a worker was killed by SIGKILL"] * 5
-    assert "worker 3 on " in reasons[4] and "was stopped (SIGSTOP) for 6 s (parallel.hang_timeout)" in reasons[4]
+    assert (
+        f"worker {WORKERS - 1} on " in reasons[4]
+        and "was stopped (SIGSTOP) for 6 s (parallel.hang_timeout)" in reasons[4]
+    )
     assert done.stderr.count("; restart ") == 6
     log = (run / "train.log").read_text()
     assert log.count("resumed from checkpoint") == 5
@@ -87,7 +92,7 @@ def test_a_death_after_the_warm_up_resumes_within_it(recipe: Path) -> None:
     results = []
     for name, deaths in (("whole", ()), ("died", [(1, "minibatch", 14)])):
         run = recipe.parent / f"warm-up {name}"
-        done = train(recipe, run, *deaths, settings=(*settings, "schedule.epochs=1"))
+        done = train(recipe, run, *deaths, settings=(*settings, "schedule.epochs=1"), workers=2)
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         figures = [(row["type"], row["epoch"], row["loss"]) for row in rows if row["type"] in ("warmup", "epoch")]
@@ -135,6 +140,6 @@ def test_a_worker_that_raises_ends_the_job(recipe: Path) -> None:
 
 def test_a_worker_that_dies_again_and_again(recipe: Path) -> None:
     run = recipe.parent / "again"
-    done = train(recipe, run, *[(3, "minibatch", 2)] * 3, settings=("parallel.max_restarts=1",))
+    done = train(recipe, run, *[(2, "minibatch", 2)] * 3, settings=("parallel.max_restarts=1",))
     assert done.returncode == EXIT_KILLED
     assert "not started again after 1 restart without a newer checkpoint" in done.stderr
