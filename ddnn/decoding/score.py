@@ -275,7 +275,7 @@ def _sum_up(
 
 def write_hypotheses(result: ScoreResult, folder: Path, frame_shift: float = FRAME_SHIFT) -> None:
     """The words at the best scale: `text` (Kaldi), `hyp.trn` and `ref.trn` (NIST sclite), `hyp.ctm` (utterance, channel,
-    start, duration, word; times in seconds); and `score.json`. A word begins where its label lies on the best path and
+    start, duration, word; times in seconds); and `score.json`. A word begins at its label on the best path and
     ends where the next one does, like Kaldi's lattice-to-ctm-conf without lattice-align-words: the graph decides
     where it is, often at the beginning of the word, and pauses belong to the word before."""
     lines: dict[str, list[str]] = {"text": [], "hyp.trn": [], "ref.trn": [], "hyp.ctm": []}

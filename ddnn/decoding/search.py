@@ -22,7 +22,7 @@ from ddnn.util.pool import worker_pool
 @dataclass(frozen=True)
 class Hypothesis:
     """The words of the best path at one acoustic scale, none where no path survived; whether it ends in a final state,
-    as it must in a complete utterance; and the frame from 0 at which the label of each word lies on the path."""
+    as it must in a complete utterance; and the frame, from 0, of the label of each word on the path."""
 
     words: tuple[str, ...]
     reached_final: bool

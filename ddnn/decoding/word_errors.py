@@ -153,7 +153,7 @@ class UtteranceScore:
     deletions: int
     substitutions: int
     reached_final: bool
-    starts: tuple[int, ...] = ()  # the frame at which the label of each recognized word lies, from 0
+    starts: tuple[int, ...] = ()  # the frame, from 0, of the label of each recognized word
     frames: int = 0
 
 

@@ -65,7 +65,7 @@ def _from_file(component: Component) -> Component:
 
 
 def _to_file(component: Component) -> Component:
-    """The component that stands for this one in a file."""
+    """The component that a file has for this one."""
     if not isinstance(component, Activation) or component.kind != "relu":
         return component
     return ParametricRelu(np.ones(component.dim, np.float32), np.zeros(component.dim, np.float32))

@@ -103,7 +103,7 @@ class Network:
 
 
 class Link:
-    """What lies between a layer and the one above it: where the lower one's outputs are read, and where their derivative
+    """What is between a layer and the one above it: where the lower one's outputs are read, and where their derivative
     comes from. Here both layers use the same memory, and nothing is moved; another link gathers the outputs of layers that
     are split over workers, or sends them to another worker. All of its methods get tensors of (frames, features)."""
 

@@ -174,7 +174,7 @@ class ConvLayerConfig(TrainedLayerConfig):
     """Mean of the initial biases. Default: -1 for the first convolution, -2 for others; 0 unless the activation is
     sigmoid."""
     bias_range: NotNegative | None = None
-    """Initial biases lie within `bias_mean` +- `bias_range` / 2. Default: 2 for the first convolution, 4 for others; 0
+    """Initial biases are within `bias_mean` +- `bias_range` / 2. Default: 2 for the first convolution, 4 for others; 0
     unless the activation is sigmoid."""
 
     def _words(self) -> str:

@@ -150,7 +150,7 @@ class BestEpoch(Combination):
 class MovingAverage(Combination):
     """An exponential moving average of the parameters over the training: `period` minibatches apart, where workers
     average, and at the end of each epoch. A model that was t epochs ago weighs exp(-t / `epochs`) times the time that
-    it stands for. Each worker has its own within an epoch; at its end all take their mean, which is what the moving
+    it covers. Each worker has its own within an epoch; at its end all take their mean, which is what the moving
     average of the mean model would be.
 
     Attributes:

@@ -376,7 +376,7 @@ def _below(recipe: Recipe, data: TrainingData, comm: Communicator) -> AcousticMo
 
 
 def lower_layers(recipe: Recipe) -> AcousticModel:
-    """The layers of `pretrain.below` that RBMs stand on, as those of `model.layers` below its last affine ones. DataError:
+    """The layers of `pretrain.below` that RBMs are trained on, as those of `model.layers` below its last affine ones. DataError:
     there is no such network, or it has other layers or another input than the recipe."""
     assert recipe.pretrain.below is not None
     location = recipe.pretrain.below

@@ -45,7 +45,7 @@ class _Scratch(threading.local):
 
 
 class Kernels:
-    """The functions of a compiled `kernels.c`. All tensors lie in host memory, contiguous. OSError, AttributeError: the
+    """The functions of a compiled `kernels.c`. All tensors are in host memory, contiguous. OSError, AttributeError: the
     library cannot be loaded, or is none of ours.
 
     Attributes:
