@@ -512,7 +512,7 @@ NEWBOB = "schedule: {name: newbob, max_epochs: 3, min_epochs: 1}\n"
 def test_a_setting_replaces_a_choice_of_the_file(
     folder: Path, caplog: pytest.LogCaptureFixture, text: str, settings_: list[str], dropped: str
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "ddnn")
     nulls = [f"{key.split()[0]}=null" for key in dropped.split(", ") if "." in key]
     chosen = load(folder, DATA + text, *settings_)
     (note,) = caplog.messages
