@@ -144,7 +144,7 @@ def units_drawn(utt2spk: Path, utterances: Sequence[str]) -> tuple[Sequence[int]
 
 @dataclass(frozen=True)
 class UtteranceScore:
-    """One utterance at one acoustic scale: the words said, the words recognized, and the errors by kind."""
+    """One utterance at one acoustic scale: the words spoken, the words recognized, and the errors by kind."""
 
     utterance: str
     reference: tuple[str, ...]
@@ -158,7 +158,7 @@ class UtteranceScore:
 
 
 def align_words(score: UtteranceScore) -> list[tuple[str | None, str | None]]:
-    """Pairs of (word said, word recognized); None on the left is an insertion, on the right a deletion."""
+    """Pairs of (word spoken, word recognized); None on the left is an insertion, on the right a deletion."""
     words: list[str | None] = [None, *sorted({*score.reference, *score.hypothesis})]
     number = {word: index for index, word in enumerate(words)}  # numbers, so that no word can be taken for the blank
     pairs = import_kaldialign().align([number[w] for w in score.reference], [number[w] for w in score.hypothesis], 0)

@@ -170,7 +170,10 @@ def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str) -> None
         last = now
         if error is not None and os.getppid() == pid:
             message = f"ddnn: worker {rank} on {host} (pid {pid}) {error} and was killed\n"
-            stacks = read_stacks(pid, int(descriptor)) or f"not known: it has not said so in {STACKS_SECONDS:g} s\n"
+            stacks = (
+                read_stacks(pid, int(descriptor))
+                or f"not known: the worker did not report its calls within {STACKS_SECONDS:g} s\n"
+            )
             stacks = f"where worker {rank} hung, innermost calls first:\n{stacks}"
             if not append(rank=int(rank), message=message, hung=stacks):
                 with suppress(OSError):

@@ -279,7 +279,9 @@ class CheckpointMetadata(BaseModel):
     started: bool  # False: within the warm-up
     epoch: Count  # epochs finished
     minibatch: Count  # minibatches of the next one, or of the warm-up, that rank 0 has trained on
-    epoch_fraction: Annotated[float, Field(ge=0.0, le=1.0)]  # of these minibatches, of all workers
+    epoch_fraction: Annotated[
+        float, Field(ge=0.0, le=1.0)
+    ]  # of the minibatches of an epoch, of all workers; meaningless in a warm-up
     schedule: dict[str, float | int | bool]  # its `state_dict`
     precision: Literal["float32", "bf16"]  # that the training chose
     model: dict[str, Any]  # `ddnn.nn.acoustic_model.model_config`
@@ -290,13 +292,10 @@ class CheckpointMetadata(BaseModel):
     kept: Figures
 
     def summary(self) -> str:
-        after, percent = (
-            f"after epoch {self.epoch}",
-            f"{self.minibatch} minibatches ({100 * self.epoch_fraction:.0f} %)",
-        )
+        after, percent = f"after epoch {self.epoch}", 100 * self.epoch_fraction
         if not self.started:
-            return f"{percent} into the warm-up"
-        return f"{after}, {percent} into the next" if self.minibatch else after
+            return f"{self.minibatch} minibatches into the warm-up"
+        return f"{after}, {self.minibatch} minibatches ({percent:.0f} %) into the next" if self.minibatch else after
 
 
 @dataclass(frozen=True)
