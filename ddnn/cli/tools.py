@@ -193,7 +193,9 @@ def report(
     from ddnn.report import table
 
     files, printed = {"--csv": runs_csv, "--csv-epochs": csv_epochs}, Path("-")
-    on_stdout = [name for name, path in files.items() if path == printed] + ["--json"] * json_
+    on_stdout = [name for name, path in files.items() if path == printed]
+    if json_:
+        on_stdout.append("--json")
     if runs_csv is not None and runs_csv == csv_epochs != printed:
         raise UserError(f"{runs_csv} named twice", location="--csv, --csv-epochs", hint="name two files")
     if len(on_stdout) > 1 and printed in files.values():

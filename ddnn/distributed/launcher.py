@@ -239,7 +239,7 @@ class _Launcher:
             sys.stderr.write(self.signals.own_messages.decode(errors="backslashreplace"))
         messages = "".join([*reports.messages, reports.stacks])
         if messages:  # on a terminal below a progress bar, whose line does not end
-            sys.stderr.write("\n" * sys.stderr.isatty() + messages)
+            sys.stderr.write(f"\n{messages}" if sys.stderr.isatty() else messages)
         sys.stderr.flush()
         if reports.exit_code is not None:
             code = reports.exit_code

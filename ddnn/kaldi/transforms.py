@@ -62,7 +62,7 @@ class TransformConfig:
         """In words: "LDA+MLLT over 3+1+3 frames, fMLLR"."""
         frames = f"LDA+MLLT over {self.left_context}+1+{self.right_context} frames"
         deltas = f"deltas of order {self.delta_order}, window {self.delta_window}"
-        return (frames if self.final_mat else deltas) + ", fMLLR" * self.adapted
+        return (frames if self.final_mat else deltas) + (", fMLLR" if self.adapted else "")
 
     @staticmethod
     def from_header(values: Any) -> TransformConfig:

@@ -178,9 +178,15 @@ class ConvLayerConfig(TrainedLayerConfig):
     unless the activation is sigmoid."""
 
     def _words(self) -> str:
-        words = [f"conv {self.filters} of {self.patch}"] + ["bands"] * isinstance(self.patch, int)
-        words += [f"pool {self.pool}"] * (as_time_and_bands(self.pool) != as_time_and_bands(1))
-        words += [self.activation] * (self.activation != "sigmoid") + ["layout kaldi"] * (self.layout == "kaldi")
+        words = [f"conv {self.filters} of {self.patch}"]
+        if isinstance(self.patch, int):
+            words.append("bands")
+        if as_time_and_bands(self.pool) != as_time_and_bands(1):
+            words.append(f"pool {self.pool}")
+        if self.activation != "sigmoid":
+            words.append(self.activation)
+        if self.layout == "kaldi":
+            words.append("layout kaldi")
         return " ".join(words)
 
 

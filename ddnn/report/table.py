@@ -129,7 +129,9 @@ def _tables(names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
         for label in shown[0]:
             if any(column[label] != "-" for column in shown):
                 table.add_row(label, *(column[label] for column in shown))
-        console.print(*[""] * bool(first), table)
+        if first:
+            console.print()
+        console.print(table)
     return text.getvalue().rstrip()
 
 

@@ -275,7 +275,7 @@ def check_run_dir(
                 if status is not None and status.state == "diverged":
                     advice = f"{status.error.hint}; " if status.error is not None and status.error.hint else ""
                     raise UserError("the training in this run dir diverged", location=path, hint=advice + hint)
-                hint = "resume it with --resume; else " * begun + hint
+                hint = f"resume it with --resume; else {hint}" if begun else hint
                 raise UserError("the run dir exists already and is not empty", location=path, hint=hint)
             if not begun:
                 message = "the directory is not empty and not a run dir of a training: there is no "
@@ -304,7 +304,7 @@ def model_file(path: Path) -> Path:
         if status is not None and status.state == "diverged":
             outcome, hint = "diverged", (status.error.hint if status.error is not None else "") or ""
         if (path / BEST).exists():
-            hint += f"{'; ' * bool(hint)}or name its latest accepted network: {path / BEST}"
+            hint += f"{'; ' if hint else ''}or name its latest accepted network: {path / BEST}"
         raise DataError(f"this training {outcome}: there is no {FINAL}", location=path, hint=hint or None)
     if not (path / FINAL).exists():
         raise DataError(f"there is no {FINAL}", location=path, hint=run_dir_hint(path))

@@ -211,7 +211,7 @@ def _training_command(
         command.kind,
         run_dir / _JOB_RECIPES[command.kind],
         run_dir,
-        (ALLOW_PIPES,) * recipe.data.allow_pipes,
+        (ALLOW_PIPES,) if recipe.data.allow_pipes else (),
         placement.workers,
         device,
         "auto" if command.kind == "training" else "no",

@@ -42,7 +42,9 @@ class TrainingCommand:
     def arguments(self) -> list[str]:
         """Of `ddnn`, that say the same; the recipe is the last."""
         words = ["train" if self.kind == "training" else "pretrain", f"--run-dir={self.location}"]
-        words += [f"--workers={self.workers}"] * (self.workers is not None) + [f"--device={self.device}"]
+        if self.workers is not None:
+            words.append(f"--workers={self.workers}")
+        words.append(f"--device={self.device}")
         words += {"no": [], "yes": ["--resume"], "auto": ["--resume=auto"]}[self.resume]
         # Behind --, so that a name that begins with a dash is no option.
         return [*words, *(f"--set={setting}" for setting in self.settings), "--", str(self.recipe)]

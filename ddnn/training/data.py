@@ -77,7 +77,7 @@ def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticMode
     elif config.held_out is not None:
         held_out = f"{plan.cv_index().size()}, {100 * fraction_of(index, plan.held_out):.1f} % of the frames"
         shared = speakers_in_both(index, plan.train_utterances, plan.held_out)
-        lines.append(f"cross-validation: {held_out}" + f"; {shared} also trained on" * bool(shared))
+        lines.append(f"cross-validation: {held_out}" + (f"; {shared} also trained on" if shared else ""))
     layers, minibatches = network_layers(recipe, input_dim, index.num_pdfs), sizes.start * workers
     return [
         *lines,

@@ -76,7 +76,7 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
     network_transforms, recipe_transforms = model.features.transforms, options.model_features(recipe).transforms
     if not problems and network_transforms == recipe_transforms and recipe.model.layers is not None:
         model, problems = _trained_by(with_defaults(recipe, network_values), model, described)
-    hints = ["remove what differs: keys that are not given take the values of the network"] * bool(problems)
+    hints = ["remove what differs: keys that are not given take the values of the network"] if problems else []
     if network_transforms != recipe_transforms:
         of_network, of_recipe = (
             transforms.as_text() if transforms is not None else "none"

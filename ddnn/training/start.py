@@ -73,7 +73,7 @@ def start_training(
             return here.arguments()
         again = replace(here, resume="auto")
         if (location / RECIPE).is_file() and not finished:  # resolved; the other file may have been edited meanwhile
-            pipes = (ALLOW_PIPES,) * recipe.data.allow_pipes  # the user's word, which that file's is not
+            pipes = (ALLOW_PIPES,) if recipe.data.allow_pipes else ()  # the user's word, which that file's is not
             again = replace(again, recipe=location / RECIPE, settings=pipes, workers=None)
         return again.arguments()
 
