@@ -1,5 +1,5 @@
 """The communicator: what one worker can send to the others. Tensors and JSON, nothing pickled. Names are those of
-torch.distributed. Sums are made for float32, float64 and int64 only; 16-bit numbers travel as int16 views and are never
+torch.distributed. Sums are made for float32, float64 and int64 only; 16-bit numbers are moved as they are and never
 summed by the MPI: Open MPI 5 sums bfloat16 wrongly and silently."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from ddnn.distributed.watchdog import NoWatchdog
 from ddnn.util.system import use_device
 
 SUMMED = (torch.float32, torch.float64, torch.int64)
-SENT = (*SUMMED, torch.int16, torch.uint8)
+SENT = (*SUMMED, torch.bfloat16, torch.int16, torch.uint8)
 
 CPU = torch.device("cpu")
 
@@ -37,6 +37,10 @@ class CommStats:
     bytes_sent: int = 0
     comm_seconds: float = 0.0  # in messages that move data
     wait_seconds: float = 0.0  # in small messages that cannot end before the slowest worker is there: `time_as_wait`
+    bytes_gathered: int = 0  # received from others in an `all_gather_into`
+    bytes_exchanged: int = 0  # received from others in an `all_to_all_into`
+    bytes_summed: int = 0  # of the tensors that `all_reduce` was given
+    bytes_posted: int = 0  # sent by `isend`
 
     def copy(self) -> CommStats:
         return replace(self)
@@ -64,15 +68,50 @@ class TensorBackend:
         """The r-th of equal chunks goes to worker r; the r-th of received is what worker r sent here."""
         received.copy_(chunks.detach().view(-1))
 
+    def all_gather_into(self, block: Tensor, gathered: Tensor, sizes: Sequence[int]) -> None:
+        """gathered <- the blocks of all workers, by rank; `sizes`: elements of each."""
+        gathered.copy_(block.detach().view(-1))
+
+    def all_to_all_into(
+        self, chunks: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+    ) -> None:
+        """The r-th of chunks, which have `sent_sizes` elements, goes to worker r; the r-th of received, of
+        `received_sizes`, is what worker r sent here."""
+        received.copy_(chunks.detach().view(-1))
+
+    def isend(self, tensor: Tensor, dest: int) -> Wait:
+        """Begins to send `tensor` to worker `dest`, another one."""
+        raise NotImplementedError("a worker by itself has nobody to send to")
+
+    def irecv(self, received: Tensor, source: int) -> Wait:
+        """Begins to receive what worker `source`, another one, sends here."""
+        raise NotImplementedError("a worker by itself has nobody to receive from")
+
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """tensor <- that of worker `src`."""
+
+
+Wait = Callable[[], object]
+"""Returns when a message that was begun has been sent, or is there."""
+
+
+class Handle:
+    """A message that was begun. Until `wait` has returned, what is sent may not be changed, what is received not read."""
+
+    def __init__(self, comm: Communicator, wait: Wait) -> None:
+        self._comm, self._wait = comm, wait
+
+    def wait(self) -> None:
+        """Returns when the tensor may be used again. Counts as communication."""
+        with self._comm._timed():
+            self._wait()
 
 
 class Communicator:
     """One worker's connection to those of its group; the base, of which a worker by itself uses everything as it is.
     All methods are collective unless they say otherwise. One thread at a time may use it; any may read `stats`.
 
-    Tensors handed in are contiguous, of dtype float32, float64 or int64 (int16 and uint8 may be sent, not summed), on
+    Tensors handed in are contiguous, of dtype float32, float64 or int64 (bfloat16, int16 and uint8 may be sent, not summed), on
     the CPU, or on this worker's GPU within `ddnn.distributed.transport.open_transport`;
     anything else is a TypeError. What a method returns is a workspace on the same device: it is allocated once for each
     name, size, dtype and device, and valid until the next call of the same method with the same of these.
@@ -98,7 +137,7 @@ class Communicator:
         """The workers that pass the same `color`, as a group of their own: ranked by `key`, where it is equal by their
         rank here. It has the watchdog that this one has now, and counts what it sends in `stats` of its own, so that
         averaging can be told from what the workers of a network exchange. Counts as waiting."""
-        with self.time_as_wait(), self._timed(0):
+        with self.time_as_wait(), self._timed():
             group = self._split(color, key)
         group.watchdog = self.watchdog
         return group
@@ -109,7 +148,7 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> None:
         """tensor <- the sum of all workers' tensors: the same bits on each."""
         backend = self._backend(tensor, SUMMED)
-        with self._timed(tensor.nbytes):
+        with self._timed(tensor.nbytes, "bytes_summed"):
             backend.all_reduce(tensor)
 
     def sendrecv(self, tensor: Tensor, dest: int, source: int) -> Tensor:
@@ -141,6 +180,41 @@ class Communicator:
         with self._timed(chunks.nbytes - chunks.nbytes // self.world_size):
             backend.all_to_all(chunks, received)
         return received.view(chunks.shape)
+
+    def all_gather_into(self, block: Tensor, gathered: Tensor, sizes: Sequence[int]) -> None:
+        """gathered <- the blocks of all workers one after another, by rank, the same on each. `sizes`: elements of each
+        worker's block, in all those of `gathered`, which has the dtype of `block`."""
+        backend = self._backend(block, SENT)
+        _check_sizes(block, sizes[self.rank : self.rank + 1])
+        _check_sizes(gathered, sizes)
+        with self._timed(block.nbytes, "bytes_gathered", gathered.nbytes - block.nbytes):
+            backend.all_gather_into(block, gathered.view(-1), sizes)
+
+    def all_to_all_into(
+        self, chunks: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+    ) -> None:
+        """Sends the first sent_sizes[0] elements of `chunks` to worker 0, the next sent_sizes[1] to worker 1, and so on;
+        `received`, of the same dtype, <- what worker 0 sent here, received_sizes[0] elements, then what worker 1 sent."""
+        backend = self._backend(chunks, SENT)
+        _check_sizes(chunks, sent_sizes)
+        _check_sizes(received, received_sizes)
+        sent, others = chunks.numel() - sent_sizes[self.rank], received.numel() - received_sizes[self.rank]
+        with self._timed(sent * chunks.itemsize, "bytes_exchanged", others * chunks.itemsize):
+            backend.all_to_all_into(chunks, received.view(-1), sent_sizes, received_sizes)
+
+    def isend(self, tensor: Tensor, dest: int) -> Handle:
+        """Begins to send `tensor` to another worker, which must `irecv` as much. Not collective: only these two call.
+        What one worker sends to another is received in the order in which it was sent. Messages may move only while one
+        of these two is in a call."""
+        backend = self._backend(tensor, SENT)
+        with self._timed(tensor.nbytes, "bytes_posted"):
+            return Handle(self, backend.isend(tensor, dest))
+
+    def irecv(self, received: Tensor, source: int) -> Handle:
+        """Begins to receive what another worker sends here by `isend`, of the size and dtype of `received`."""
+        backend = self._backend(received, SENT)
+        with self._timed():
+            return Handle(self, backend.irecv(received, source))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """tensor <- that of worker `src`."""
@@ -186,8 +260,9 @@ class Communicator:
             self._waits = before
 
     @contextmanager
-    def _timed(self, bytes_sent: int) -> Iterator[None]:
-        """One call: counts its bytes and its time, and tells the watchdog."""
+    def _timed(self, bytes_sent: int = 0, kind: str = "", size: int | None = None) -> Iterator[None]:
+        """One call: counts its bytes and its time, and tells the watchdog. `kind`: the field of `CommStats` that counts
+        `size` bytes, those sent where it is not given."""
         since = time.perf_counter()
         try:
             with self.watchdog.long_operation():
@@ -195,6 +270,8 @@ class Communicator:
         finally:
             seconds = time.perf_counter() - since
             self.stats.bytes_sent += bytes_sent
+            if kind:
+                setattr(self.stats, kind, getattr(self.stats, kind) + (bytes_sent if size is None else size))
             if self._waits:
                 self.stats.wait_seconds += seconds
             else:
@@ -218,8 +295,13 @@ class SingleProcess(Communicator):
         super().__init__(0, 1, host or socket.gethostname(), dict.fromkeys(("cpu", "cuda"), TensorBackend()))
 
     @contextmanager
-    def _timed(self, bytes_sent: int) -> Iterator[None]:
+    def _timed(self, bytes_sent: int = 0, kind: str = "", size: int | None = None) -> Iterator[None]:
         yield
+
+
+def _check_sizes(tensor: Tensor, sizes: Sequence[int]) -> None:
+    if tensor.numel() != sum(sizes) or not tensor.is_contiguous():
+        raise ValueError(f"contiguous, {' + '.join(map(str, sizes))} elements expected, not {tuple(tensor.shape)}")
 
 
 class StagingBuffer:

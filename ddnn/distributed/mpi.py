@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddnn.distributed.communicator import Communicator, SingleProcess, TensorBackend
+from ddnn.distributed.communicator import Communicator, SingleProcess, TensorBackend, Wait
 from ddnn.distributed.mpirun import expected_world_size, in_mpi_job, set_parent_death_signal
 from ddnn.util.errors import UserError
 from ddnn.util.system import use_device
@@ -38,13 +38,31 @@ class MpiBackend(TensorBackend):
     def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
         self.mpi_comm.Alltoall(_memory(chunks), _memory(received))
 
+    def all_gather_into(self, block: Tensor, gathered: Tensor, sizes: Sequence[int]) -> None:
+        self.mpi_comm.Allgatherv(_memory(block), [_memory(gathered), sizes])
+
+    def all_to_all_into(
+        self, chunks: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+    ) -> None:
+        self.mpi_comm.Alltoallv([_memory(chunks), sent_sizes], [_memory(received), received_sizes])
+
+    def isend(self, tensor: Tensor, dest: int) -> Wait:
+        wait: Wait = self.mpi_comm.Isend(_memory(tensor), dest=dest).Wait
+        return wait
+
+    def irecv(self, received: Tensor, source: int) -> Wait:
+        wait: Wait = self.mpi_comm.Irecv(_memory(received), source=source).Wait
+        return wait
+
     def broadcast(self, tensor: Tensor, src: int) -> None:
         self.mpi_comm.Bcast(_memory(tensor), root=src)
 
 
 def _memory(tensor: Tensor) -> Any:
-    """What mpi4py takes as a buffer: a numpy view, or the GPU tensor itself (__cuda_array_interface__). MPI knows
-    nothing of CUDA streams: all work that a GPU tensor waits for is finished first."""
+    """What mpi4py takes as a buffer: a numpy view, or the GPU tensor itself (__cuda_array_interface__); neither has
+    bfloat16, which is moved as int16. MPI knows nothing of CUDA streams: all work that a GPU tensor waits for is
+    finished first."""
+    tensor = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
     if tensor.is_cuda:
         use_device(tensor.device)  # an MPI may ask for the thread's current one
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -78,7 +96,7 @@ class MpiCommunicator(Communicator):
         return [json.loads(together[end - n : end].tobytes()) for end, n in zip(ends, lengths, strict=True)]
 
     def barrier(self) -> None:
-        with self.time_as_wait(), self._timed(0):
+        with self.time_as_wait(), self._timed():
             request, pause = self.mpi_comm.Ibarrier(), 1e-4
             # A worker may wait for hours: it takes no core from the others, and hears signals between two tests.
             while not request.Test():

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddnn.distributed.communicator import Communicator, TensorBackend, Transport
+from ddnn.distributed.communicator import Communicator, TensorBackend, Transport, Wait
 from ddnn.distributed.mpi import MpiCommunicator
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.util.errors import UserError
@@ -157,6 +157,33 @@ class ProcessGroupBackend(TensorBackend):
     def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
         dist.all_to_all_single(_bytes(received), _bytes(chunks))
         _finish(chunks)
+
+    def all_gather_into(self, block: Tensor, gathered: Tensor, sizes: Sequence[int]) -> None:
+        for src, part in enumerate(torch.split(gathered, list(sizes))):  # gloo gathers only blocks of one size
+            if src == dist.get_rank():
+                part.copy_(block.detach().view(-1))
+            dist.broadcast(_bytes(part), src=src)
+        _finish(block)
+
+    def all_to_all_into(
+        self, chunks: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+    ) -> None:
+        came, sent = ([size * chunks.itemsize for size in sizes] for sizes in (received_sizes, sent_sizes))
+        dist.all_to_all_single(_bytes(received), _bytes(chunks), came, sent)
+        _finish(chunks)
+
+    def isend(self, tensor: Tensor, dest: int) -> Wait:
+        return self._begin(dist.isend(_bytes(tensor), dest), tensor)
+
+    def irecv(self, received: Tensor, source: int) -> Wait:
+        return self._begin(dist.irecv(_bytes(received), source), received)
+
+    def _begin(self, request: Any, tensor: Tensor) -> Wait:
+        def wait() -> None:
+            request.wait()
+            _finish(tensor)
+
+        return wait
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         dist.broadcast(_bytes(tensor), src=src)

@@ -51,8 +51,14 @@ def conformance(comm: Communicator) -> dict[str, Any]:
         comm.all_to_all(torch.ones(n + 1, 2))
     except ValueError as error:
         refused.append(str(error))
+    for block, gathered in ((torch.empty(1), torch.empty(2 * n)), (torch.empty(2), torch.empty(n))):
+        try:
+            comm.all_gather_into(block, gathered, [2] * n)
+        except ValueError as error:
+            refused.append(str(error))
     comm.barrier()
     parts = split_in_two(comm)
+    moved = {name: uneven(comm, dtype) for name, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16))}
     before = comm.stats.copy()
     comm.all_reduce(torch.ones(10))
     sent = comm.stats - before
@@ -73,6 +79,37 @@ def conformance(comm: Communicator) -> dict[str, Any]:
         "together": comm.all_gather_object(comm.try_barrier(60.0)),
         "refused": refused,
         "parts": comm.all_gather_object(parts),
+        "moved": comm.all_gather_object(moved),
+    }
+
+
+def uneven(comm: Communicator, dtype: torch.dtype) -> dict[str, Any]:
+    """Blocks and chunks of different sizes: of worker r, r + 1 elements, and to worker s, 2 r + s elements."""
+    n, rank, before = comm.world_size, comm.rank, comm.stats.copy()
+    sizes = [other + 1 for other in range(n)]
+    gathered = torch.zeros(sum(sizes), dtype=dtype)
+    comm.all_gather_into(torch.full((rank + 1,), 0.5 + rank).to(dtype), gathered, sizes)
+    sent, received_sizes = [2 * rank + other for other in range(n)], [2 * other + rank for other in range(n)]
+    chunks = torch.cat([torch.full((size,), 10.0 * rank + other) for other, size in enumerate(sent)]).to(dtype)
+    received = torch.zeros(sum(received_sizes), dtype=dtype)
+    comm.all_to_all_into(chunks, received, sent, received_sizes)
+    posted = list[list[float]]()
+    if n > 1:
+        following, previous = (rank + 1) % n, (rank - 1) % n
+        tensors = [torch.full((1, size), float(rank)).to(dtype) for size in (1, 2)]
+        buffers = [torch.zeros(1, size, dtype=dtype) for size in (1, 2)]
+        handles = [comm.irecv(buffer, previous) for buffer in buffers]
+        handles += [comm.isend(tensor, following) for tensor in tensors]
+        for handle in handles:
+            handle.wait()
+        posted = [buffer.tolist() for buffer in buffers]
+    spent = comm.stats - before
+    counted = [spent.bytes_gathered, spent.bytes_exchanged, spent.bytes_posted, spent.bytes_sent]
+    return {
+        "gathered": gathered.tolist(),
+        "received": received.tolist(),
+        "posted": posted,
+        "elements": [count / dtype.itemsize for count in counted],
     }
 
 

@@ -66,10 +66,23 @@ def check(answers: dict[str, Any], kind: str, n: int) -> None:
             "watchdog": True,
             "split again": [[other, True] for other in ranks],
         }
-    assert len(answers["refused"]) == 4
+    for rank, moved in enumerate(answers["moved"]):
+        for values in moved.values():
+            assert values["gathered"] == [0.5 + other for other in range(n) for _ in range(other + 1)]
+            assert values["received"] == [10.0 * other + rank for other in range(n) for _ in range(2 * other + rank)]
+            previous = float((rank - 1) % n)
+            assert values["posted"] == ([[[previous]], [[previous] * 2]] if n > 1 else [])
+            to_others = sum(2 * rank + other for other in range(n) if other != rank)
+            from_others = sum(2 * other + rank for other in range(n) if other != rank)
+            posted, gathered = 3 if n > 1 else 0, sum(other + 1 for other in range(n) if other != rank)
+            elements = [gathered, from_others, posted, (rank + 1) + to_others + posted]
+            assert values["elements"] == (elements if kind != "single" else [0] * 4)
+    assert len(answers["refused"]) == 6
     assert "not torch.bfloat16" in answers["refused"][0]
     assert "strides (4,)" in answers["refused"][1]
     assert answers["refused"][3].startswith(f"one chunk for each of {n} workers, not ({n + 1}, 2)")
+    assert answers["refused"][4] == "contiguous, 2 elements expected, not (1,)"
+    assert answers["refused"][5] == f"contiguous, {' + '.join(['2'] * n)} elements expected, not ({n},)"
 
 
 def test_stats_of_a_span_are_a_difference() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import permutations
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +29,9 @@ class _Room:
     def __init__(self, size: int, all_rooms: list[_Room]) -> None:
         self.posted: list[Any] = [None] * size
         self.together = threading.Barrier(size, timeout=TIMEOUT)
+        self.mail: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
+            pair: queue.SimpleQueue() for pair in permutations(range(size), 2)
+        }
         self.all_rooms = all_rooms
         all_rooms.append(self)
 
@@ -61,6 +68,32 @@ class _Memory:
     def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
         received.copy_(torch.stack([one[self.rank] for one in self.of_all(chunks)]).view(-1))
 
+    def all_gather_into(self, block: Tensor, gathered: Tensor, sizes: Sequence[int]) -> None:
+        blocks = self.of_all(block)
+        assert [each.numel() for each in blocks] == list(sizes)
+        gathered.copy_(torch.cat([each.view(-1) for each in blocks]))
+
+    def all_to_all_into(
+        self, chunks: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+    ) -> None:
+        everything = self.of_all(chunks.detach().clone().view(-1).split(list(sent_sizes)))
+        assert [len(chunks[self.rank]) for chunks in everything] == list(received_sizes)
+        received.copy_(torch.cat([chunks[self.rank] for chunks in everything]))
+
+    def isend(self, tensor: Tensor, dest: int) -> Callable[[], object]:
+        self.room.mail[self.rank, dest].put(tensor.detach().clone())
+        return lambda: None
+
+    def irecv(self, received: Tensor, source: int) -> Callable[[], object]:
+        return lambda: received.copy_(self._next_from(source))
+
+    def _next_from(self, source: int) -> Tensor:
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline and not self.room.together.broken:
+            with suppress(queue.Empty):
+                return self.room.mail[source, self.rank].get(timeout=0.05)
+        raise threading.BrokenBarrierError
+
     def broadcast(self, tensor: Tensor, src: int) -> None:
         tensor.copy_(self.of_all(tensor)[src])
 
@@ -82,7 +115,7 @@ class ThreadCommunicator(Communicator):
         return ThreadCommunicator(members.index(self.rank), rooms[members[0]])
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        with self.time_as_wait(), self._timed(0):
+        with self.time_as_wait(), self._timed():
             return [json.loads(text) for text in self._memory.of_all(json.dumps(value))]
 
     def barrier(self) -> None:
