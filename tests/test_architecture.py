@@ -25,7 +25,7 @@ TOKENS = {
     "cli": 5_350,
     "data": 15_600,
     "decoding": 9_100,
-    "distributed": 12_700,
+    "distributed": 12_650,
     "inspection": 6_500,
     "kaldi": 20_500,
     "nn": 26_400,

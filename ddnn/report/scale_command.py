@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ddnn.distributed.cost import Layout, Size, predictions
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.report.figures import COLORS, MARKERS, legend_below, new_figure, plot_speed_up, save, speed_up_panels
 from ddnn.report.measured import MAX_WORKERS, network_cost, network_layers, read_measured
 from ddnn.report.runs import Run, incomparable, overload, read_runs, shortest_ends
 from ddnn.report.scaling import (
+    EXACT_MEAN,
     SAME_COST,
     CommScheme,
     Constants,
@@ -21,7 +25,9 @@ from ddnn.report.scaling import (
     averagings,
     calibrate,
     epoch_seconds,
+    machine,
     scaled,
+    shared,
     strategies,
 )
 from ddnn.util.errors import UserError
@@ -44,6 +50,7 @@ class ScaleOptions:
     latency: float | None = None  # seconds per message, instead of the fitted latency
     bandwidth: float | None = None  # bytes per second, instead of the fitted bandwidth
     comm_dtype: str | None = None  # type in which parameters are sent
+    layouts: str | None = None  # of workers that share a model, as 1x2x1,2x2x1
     allow_overloaded: bool = False  # also predict from runs whose cores other processes used
 
 
@@ -58,6 +65,18 @@ class Prediction:
     epoch_seconds: float
     speed_up: float
     efficiency: float
+
+
+@dataclass(frozen=True)
+class SharedPrediction:
+    """A layout of workers that share a model, with the fastest number of microbatches; speed-ups over one worker by
+    strategy."""
+
+    layout: str
+    microbatches: int
+    minibatch_seconds: float
+    worker_bytes: float
+    speed_ups: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,7 @@ class Scaling:
     notes: tuple[str, ...]
     checks: tuple[Check, ...]
     predictions: tuple[Prediction, ...]
+    shared: tuple[SharedPrediction, ...] = ()
     plots: tuple[Path, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -131,6 +151,7 @@ def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> S
         notes=(*calibration.assumed, *_notes(constants, options), *(f"{run}; its times count" for run in overloaded)),
         checks=tuple(_check_of(m, measured, m in used, reference) for m in measured if m.workers > 1),
         predictions=tuple(_predictions(constants, options.workers, comm_dtype)),
+        shared=tuple(_shared_predictions(constants, options, comm_dtype)),
     )
     return scaling if out is None else replace(scaling, plots=(draw_scaling(scaling, out / PLOT),))
 
@@ -184,6 +205,9 @@ def _notes(constants: Constants, options: ScaleOptions) -> list[str]:
         notes.append("computing time is proportional to the operations of the network, bytes to its parameters")
     if options.minibatch_size is not None:
         notes.append("a frame takes the same time in a minibatch of another size")
+    if options.layouts is not None:
+        notes.append("workers that share a model spend all of a minibatch in matrix products, which cost nothing beside "
+                     "their operations (tau = 0), and send float32 as fast as they average")  # fmt: skip
     few = [n for n in options.workers if n > 1 and averagings(constants.job, "all-reduce", n) < 1.0]
     if few:
         notes.append(f"with {min(few)} or more workers, an epoch has fewer frames than one averaging interval")
@@ -211,6 +235,32 @@ def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) ->
         seconds = epoch_seconds(constants, scheme, n)
         speed_up = epoch_seconds(constants, scheme, 1) / seconds
         yield Prediction(scheme.strategy, scheme.overlap, comm_dtype, n, seconds, speed_up, speed_up / n)
+
+
+def _shared_predictions(constants: Constants, options: ScaleOptions, comm_dtype: str) -> Iterator[SharedPrediction]:
+    """UserError: a layout is not of the form 2x2x1, or the network cannot be split like this."""
+    if options.layouts is None:
+        return
+    if options.network is None:
+        raise UserError("--layouts without --network", hint="add the widths of the layers, as 440-6x2048-8806")
+    layers = [Size(math.prod(layer.in_shape), math.prod(layer.out_shape)) for layer in network_layers(options.network)]
+    alone = epoch_seconds(constants, EXACT_MEAN, 1)
+    for text in options.layouts.split(","):
+        sizes = [int(size) for size in text.split("x")] if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){2}", text) else []
+        fixed = dict(zip(Layout._fields, sizes, strict=False))
+        rows = constants.job.minibatch
+        possible = (
+            predictions(machine(constants), layers, rows, math.prod(sizes), lambda _: 0.0, fixed) if sizes else []
+        )
+        if not possible:
+            narrowest = min(layer.out_features for layer in layers)
+            expected = f"replicas x columns (at most {narrowest}) x stages (at most {len(layers)}), as 2x2x1"
+            raise UserError(f"{text[:100]!r} found, expected {expected}", location="--layouts")
+        best = min(possible, key=lambda p: p.minibatch_seconds)
+        replica = shared(constants, best)
+        schemes = [replace(scheme, comm_dtype=comm_dtype) for scheme in SAME_COST if not scheme.overlap]
+        speed_ups = {s.strategy: alone / epoch_seconds(replica, s, best.layout.replicas) for s in schemes}
+        yield SharedPrediction(text, best.layout.microbatches, best.minibatch_seconds, best.worker_bytes, speed_ups)
 
 
 def draw_scaling(scaling: Scaling, path: Path) -> Path:

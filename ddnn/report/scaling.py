@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ddnn.distributed.cost import Machine, Prediction
 from ddnn.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,6 +84,25 @@ def scaled(constants: Constants, job: Job) -> Constants:
         serial_seconds=constants.serial_seconds * job.frames / old.frames,
         averaging_seconds=constants.averaging_seconds * job.parameters / old.parameters,
         block_std=constants.block_std * compute * math.sqrt(job.averaging_period / old.averaging_period),
+    )
+
+
+def machine(constants: Constants) -> Machine:
+    """A worker that takes c for a minibatch, all of it in matrix products, and shares its model over the messages of averaging."""
+    job = constants.job
+    flops = job.operations * job.minibatch / constants.minibatch_seconds
+    return Machine(flops, 0.0, math.inf, constants.latency, constants.byte_seconds)
+
+
+def shared(constants: Constants, prediction: Prediction) -> Constants:
+    """The constants of a replica in place of one worker: C takes the place of c, and a worker averages its own part of the
+    parameters. A single replica of several workers has the contention of several workers, too."""
+    layout, job = prediction.layout, constants.job
+    contention = constants.contention_seconds if layout.replicas == 1 < layout.shared_by else 0.0
+    return replace(
+        constants,
+        job=replace(job, parameters=math.ceil(job.parameters / layout.shared_by)),
+        minibatch_seconds=prediction.minibatch_seconds + contention,
     )
 
 

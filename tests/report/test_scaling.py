@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -388,3 +389,52 @@ def test_a_growing_minibatch_is_measured_at_its_last_size(tmp_path: Path) -> Non
     run = write_run(tmp_path / "run", rows, "{workers: 2}", "minibatch_size: {start: 128, end: 512, epochs: 9}")
     (found,) = read_measured(run)
     assert (found.job.minibatch, found.job.frames, found.seconds) == (256, 57344, pytest.approx(3.1))
+
+
+NETWORK = "440-6x2048-8806"
+
+
+def test_workers_that_do_not_share_a_model_are_predicted_as_before() -> None:
+    """There is one model: a layout of n x 1 x 1 is n workers."""
+    found = foretold(network=NETWORK, layouts="1x1x1,2x1x1,16x1x1")
+    plain = {(p.workers, p.strategy): p.speed_up for p in found.predictions if not p.overlap}
+    assert found.shared[0].speed_ups == pytest.approx(dict.fromkeys(found.shared[0].speed_ups, 1.0))
+    for row, workers in zip(found.shared[1:], (2, 16), strict=True):
+        assert row.speed_ups == pytest.approx({name: plain[workers, name] for name in row.speed_ups})
+
+
+def test_workers_that_share_a_model_by_hand() -> None:
+    """c is all of the products; columns send 2 x 6 gathers and exchanges of 2048 columns, and the loss."""
+    found = foretold(network=NETWORK, layouts="1x2x1,2x2x1", latency=1e-4, bandwidth=1e9)
+    k = found.constants
+    rows, widths = 1024, 6 * 2048
+    sent = 13e-4 + 1e-9 * (2 * 4 * rows * widths / 2 + 16 * rows)
+    minibatch = k.minibatch_seconds / 2 + sent
+    assert [row.minibatch_seconds for row in found.shared] == pytest.approx([minibatch] * 2)
+    epoch = 97_728_000 / rows
+    alone = k.serial_seconds + epoch * k.minibatch_seconds
+    one_replica = k.serial_seconds + epoch * (minibatch + k.contention_seconds)
+    assert list(found.shared[0].speed_ups.values()) == pytest.approx([alone / one_replica] * 3), "nothing is averaged"
+    averaging = 2e-4 + 1e-9 * 4 * math.ceil(k.job.parameters / 2)
+    two = k.serial_seconds + epoch / 2 * (minibatch + k.contention_seconds + averaging / 10)
+    assert found.shared[1].speed_ups["all-reduce"] == pytest.approx(alone / two)
+    assert "tau = 0" in " ".join(found.notes)
+
+
+def test_a_pipeline_has_its_fastest_number_of_microbatches() -> None:
+    found = foretold(network=NETWORK, layouts="1x1x2")
+    assert found.shared[0].microbatches == 8
+    text = found.as_text()
+    assert re.search(r"^1x1x2 +8 +[\d.]+ ms +[\d.]+ GiB +1\.\d\d ", text, re.MULTILINE), text
+    assert "share a model" not in foretold().as_text()
+
+
+@pytest.mark.parametrize("layouts", ["2x2", "1x1x8", "1x4096x1", "0x1x1", "1x1x1,", "axbxc"])
+def test_layouts_that_cannot_be(run_cli: RunCli, layouts: str) -> None:
+    result = run_cli("scale", "--measured", str(K20), "--network", NETWORK, "--layouts", layouts)
+    assert result.exit_code == 2 and "columns (at most 2048) x stages (at most 7)" in result.stderr
+
+
+def test_layouts_need_the_widths_of_the_layers(run_cli: RunCli) -> None:
+    result = run_cli("scale", "--measured", str(K20), "--layouts", "1x2x1")
+    assert result.exit_code == 2 and "--network" in result.stderr

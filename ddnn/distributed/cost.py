@@ -1,0 +1,225 @@
+"""What a minibatch costs when several workers share a model: seconds, bytes and memory, by formulas. docs/scaling.md has them
+with the symbols that docstrings name. Pure: `ddnn scale` predicts with it from measured constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
+
+Schedule = Literal["fill-drain", "1f1b"]
+"""In which order the stages of a pipeline take microbatches: `ddnn.training.microbatches`."""
+
+MIN_ROWS = {"cpu": 64, "cuda": 128}
+"""Rows of a microbatch at least; below, matrix products of 2048 columns lose a third of their speed on a CPU. The figure for
+GPUs is assumed."""
+BYTES_PER_PARAMETER = 40  # parameters, gradient, momentum, Fisher states, copies of an averaging
+FIXED_BYTES = 1.5 * 2**30  # of a worker, whatever it holds: libraries, buffers of frames
+WITHIN = 1.05  # layouts that are this much slower than the fastest count as equally fast
+
+
+class Size(NamedTuple):
+    """An affine layer."""
+
+    in_features: int
+    out_features: int
+
+    @property
+    def parameters(self) -> int:
+        return (self.in_features + 1) * self.out_features
+
+
+class Layout(NamedTuple):
+    """d replicas of the model; each is split into k columns (every layer by its outputs) and p stages of consecutive layers,
+    which a minibatch goes through in m microbatches."""
+
+    replicas: int = 1
+    columns: int = 1
+    stages: int = 1
+    microbatches: int = 1
+
+    @property
+    def shared_by(self) -> int:
+        """Workers of a replica."""
+        return self.columns * self.stages
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self[:3]))
+
+
+class Machine(NamedTuple):
+    """Constants of a worker, and of the messages between those that share a model."""
+
+    flops: float  # R, floating-point operations per second of matrix products
+    product_seconds: float  # tau, of a product beside its operations
+    memory_bandwidth: float  # M, bytes per second
+    latency: float  # alpha, seconds of a message
+    byte_seconds: float  # beta
+    activation_bytes: int = 4  # B; 2 in bf16
+
+    @property
+    def update_bytes(self) -> int:
+        """Read and written for each parameter in an update: bf16 keeps float32 parameters and a copy."""
+        return 12 if self.activation_bytes == 4 else 18
+
+
+def layer_seconds(machine: Machine, layers: Sequence[Size], rows: int | float, columns: int) -> list[float]:
+    """Of each layer with `rows` frames, forward and backward: its products, passes over its outputs, and, among columns, the
+    gather of its outputs, the exchange of the derivative of its input, and the loss."""
+    flops, tau, memory, alpha, beta, size = machine
+    seconds = []
+    for number, layer in enumerate(layers):
+        first, last = number == 0, number == len(layers) - 1
+        products = 2 if first else 3  # nobody needs the derivative of the input
+        operations = 2 * rows * layer.in_features * layer.out_features
+        total = products * (tau + operations / (columns * flops))
+        total += 2 * tau + 6 * size * rows * layer.out_features / (columns * memory)
+        if columns > 1:
+            exchanged = [0 if first else layer.in_features, 0 if last else layer.out_features]
+            for width in filter(None, exchanged):
+                values = rows * width * size
+                total += alpha + (columns - 1) / columns * values * beta + 4 * values / memory
+            if last:
+                total += alpha + 16 * rows * (columns - 1) * beta
+        seconds.append(total)
+    return seconds
+
+
+def partition(costs: Sequence[float], stages: int) -> list[slice]:
+    """Divides layers into stages of consecutive ones, so that the most expensive stage is as cheap as possible; of equal
+    divisions the one with the smallest sum of squares. Dynamic programming over (stage, end), as PipeDream (Narayanan et
+    al. 2019); O(layers^2 stages). `stages` is at most the number of layers."""
+    sums = list(accumulate(costs, initial=0.0))
+
+    def divide(cost: Callable[[float], float], combine: Callable[[float, float], float]) -> list[int]:
+        ends = range(1, len(costs) + 1)
+        best = {end: (cost(sums[end]), [0, end]) for end in ends}
+        for stage in range(2, stages + 1):
+            best = {
+                end: min(
+                    (combine(best[start][0], cost(sums[end] - sums[start])), [*best[start][1], end])
+                    for start in range(stage - 1, end)
+                )
+                for end in ends
+                if end >= stage
+            }
+        return best[len(costs)][1]
+
+    limit = max(sums[end] - sums[start] for start, end in pairwise(divide(float, max)))
+    bounds = divide(lambda cost: cost**2 if cost <= limit else math.inf, float.__add__)
+    return [slice(start, end) for start, end in pairwise(bounds)]
+
+
+def held_microbatches(schedule: Schedule, stage: int, layout: Layout) -> int:
+    """Microbatches whose activations a stage, counted from 0, holds at the same time, at most."""
+    held = layout.microbatches if schedule == "fill-drain" else layout.stages - stage
+    return min(layout.microbatches, held)
+
+
+def divide(machine: Machine, layers: Sequence[Size], rows: int, layout: Layout) -> tuple[list[float], list[slice]]:
+    """Seconds of each layer for a microbatch, and the layers of each stage."""
+    seconds = layer_seconds(machine, layers, rows / layout.microbatches, layout.columns)
+    return seconds, partition(seconds, layout.stages)
+
+
+def minibatch_seconds(machine: Machine, layers: Sequence[Size], rows: int, layout: Layout) -> float:
+    """C: of a replica for a minibatch of `rows` frames, with its update, without averaging."""
+    size, m = machine.activation_bytes, layout.microbatches
+    seconds, stages = divide(machine, layers, rows, layout)
+    of_stages = [sum(seconds[stage]) for stage in stages]
+    sent = [rows / m * layers[stage.start].in_features * size / layout.columns for stage in stages[1:]]
+    boundaries: float = sum(machine.latency + values * machine.byte_seconds for values in sent)
+    parameters = max(sum(layer.parameters for layer in layers[stage]) for stage in stages)
+    moved = (machine.update_bytes + (4 * m if m > 1 else 0)) * parameters
+    update = moved / (layout.columns * machine.memory_bandwidth)
+    return sum(of_stages) + (m - 1) * max(of_stages) + 2 * boundaries + update
+
+
+def worker_bytes(
+    machine: Machine, layers: Sequence[Size], rows: int, layout: Layout, schedule: Schedule = "fill-drain"
+) -> float:
+    """Memory of a worker of the stage that needs most: its part of the parameters with what belongs to them, the activations
+    that it holds (inputs of layers whole, outputs of its own columns), and a fixed part."""
+    needed = []
+    for number, stage in enumerate(divide(machine, layers, rows, layout)[1]):
+        own = layers[stage]
+        held = held_microbatches(schedule, number, layout) * rows / layout.microbatches * machine.activation_bytes
+        activations = sum(layer.in_features for layer in own) + own[-1].out_features / layout.columns
+        parameters = sum(layer.parameters for layer in own) / layout.columns
+        needed.append(BYTES_PER_PARAMETER * parameters + held * activations)
+    return max(needed) + FIXED_BYTES
+
+
+def column_bytes(layers: Sequence[Size], rows: int, columns: int, activation_bytes: int = 4) -> dict[str, float]:
+    """Bytes that a worker receives in a minibatch from the other columns of its layers; it sends as many."""
+    share = (columns - 1) / columns
+    hidden = activation_bytes * rows * sum(layer.out_features for layer in layers[:-1]) * share
+    return {"forward": hidden, "backward": hidden, "loss": 16.0 * rows * (columns - 1)}
+
+
+def natural_gradient_bytes(
+    layers: Sequence[Size], rows: int, columns: int, in_rank: int, out_rank: int
+) -> dict[str, float]:
+    """The same of NG-SGD, whose output side is split: `projections` and `norms` in each minibatch, `updates` and `results`
+    where the Fisher matrices are updated."""
+    each = 8.0 * (columns - 1) / columns * len(layers)
+    results = 4.0 * len(layers) * (in_rank**2 + out_rank**2)
+    values = {"projections": rows * out_rank, "norms": rows + 1, "updates": out_rank**2}
+    return {name: each * count for name, count in values.items()} | {"results": results}
+
+
+class Prediction(NamedTuple):
+    """A layout, and what the model says of it."""
+
+    layout: Layout
+    minibatch_seconds: float
+    frame_seconds: float  # of all replicas, with averaging
+    worker_bytes: float
+
+
+def predictions(
+    machine: Machine,
+    layers: Sequence[Size],
+    rows: int,
+    workers: int,
+    averaging: Callable[[Layout], float],
+    fixed: Mapping[str, int] | None = None,
+    min_rows: int = MIN_ROWS["cpu"],
+    granule: int = 1,
+) -> list[Prediction]:
+    """All layouts of so many workers. `rows`: frames of the minibatch of a replica. `averaging`: its seconds in a
+    minibatch. `fixed`: fields of the layout that are given. Columns are of `granule` outputs at least, microbatches of
+    `min_rows` unless their number is given."""
+    result = []
+    for layout in _layouts(workers, min(layer.out_features for layer in layers) // granule, len(layers), fixed or {}):
+        smallest = rows / layout.microbatches
+        if smallest >= min_rows or layout.microbatches == (fixed or {}).get("microbatches", 1):
+            seconds = minibatch_seconds(machine, layers, rows, layout)
+            frame = (seconds + averaging(layout)) / (layout.replicas * rows)
+            result.append(Prediction(layout, seconds, frame, worker_bytes(machine, layers, rows, layout)))
+    return result
+
+
+def _layouts(workers: int, max_columns: int, max_stages: int, fixed: Mapping[str, int]) -> Iterator[Layout]:
+    """Layouts with the `fixed` fields; microbatches are powers of two up to 4 for each stage, or what is fixed."""
+    for columns in _divisors(workers, max_columns):
+        for stages in _divisors(workers // columns, max_stages):
+            powers = [2**i for i in range((4 * stages).bit_length())] if stages > 1 else [1]
+            for microbatches in sorted({*powers, fixed.get("microbatches", 1)}):
+                layout = Layout(workers // (columns * stages), columns, stages, microbatches)
+                if all(getattr(layout, name) == value for name, value in fixed.items()):
+                    yield layout
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    return [n for n in range(1, min(number, largest) + 1) if number % n == 0]
+
+
+def choose(predicted: Sequence[Prediction], free_bytes: float) -> Prediction | None:
+    """The fastest whose workers have enough memory; of those almost as fast the one that splits the model least. None: not
+    one of them fits."""
+    fitting = [p for p in predicted if p.worker_bytes <= free_bytes]
+    fastest = min((p.frame_seconds for p in fitting), default=0.0)
+    near = [p for p in fitting if p.frame_seconds <= WITHIN * fastest]
+    return min(near, key=lambda p: (p.layout.shared_by, *p.layout[2:]), default=None)
