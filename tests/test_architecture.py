@@ -28,7 +28,7 @@ TOKENS = {
     "distributed": 12_650,
     "inspection": 6_500,
     "kaldi": 20_500,
-    "nn": 26_400,
+    "nn": 29_500,
     "optim": 7_550,
     "recipe": 12_050,
     "report": 13_100,
