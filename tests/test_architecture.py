@@ -28,7 +28,7 @@ TOKENS = {
     "distributed": 12_650,
     "inspection": 6_500,
     "kaldi": 20_500,
-    "nn": 29_500,
+    "nn": 28_900,
     "optim": 7_550,
     "recipe": 12_050,
     "report": 13_100,

@@ -228,6 +228,16 @@ class Layer(ABC):
         """As the last layer: the same with outputs rounded up to a multiple, of zero weight; itself where it cannot."""
         return self
 
+    @property
+    def units(self) -> int:
+        """Outputs, or groups of outputs, each with rows of its own in all parameters, by which `of_units` splits it."""
+        return self.output_dim
+
+    def of_units(self, start: int, end: int) -> Layer:
+        """The layer with its units from `start` to `end` alone: what one of several workers has, among which the layers of
+        a network are split by columns. It reads all inputs. ValueError: it cannot be split."""
+        raise ValueError(f"a {self.label} layer cannot be split by columns")
+
     @abstractmethod
     def forward(self, call: LayerCall) -> None:
         """y <- the layer's output for x."""

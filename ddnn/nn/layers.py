@@ -94,6 +94,9 @@ class Affine(Layer):
     def padded(self, multiple: int) -> Affine:
         return replace(self, out_features=-(-self.out_features // multiple) * multiple)
 
+    def of_units(self, start: int, end: int) -> Affine:
+        return replace(self, out_features=end - start)
+
     def forward(self, call: LayerCall) -> None:
         call.a.affine(call.x, *call.p.affine, self.activation, call.y)
 

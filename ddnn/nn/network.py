@@ -14,6 +14,7 @@ from torch import Tensor
 from ddnn.nn.arithmetic import Float32
 from ddnn.nn.layer import Layer, LayerCall, Params, Views
 from ddnn.nn.layers import num_parameters
+from ddnn.nn.partition import Link, Partition
 from ddnn.util.errors import DataError
 
 
@@ -37,14 +38,22 @@ class Network:
         parameters: (num_parameters,) float32, layer by layer, each in the order of its `Layer.parameters`.
         views: of each layer, its parameters by name, views into `parameters`.
         version: how often the parameters have changed.
+        partition: how the workers of a replica share the network, of which this object has this worker's layers and
+            parameters: all of them, unless several share it.
         frozen: numbers of the layers that keep the parameters that they have now, bit for bit: optimizers leave them
             as they are, and the rounding of an averaging is undone.
         lowest_trainable: number of the first layer that has parameters and is not frozen, at which the backward pass
             ends.
     """
 
-    def __init__(self, layers: Iterable[Layer], parameters: Tensor | None = None, frozen: Iterable[int] = ()) -> None:
-        self.layers = tuple(layers)
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        parameters: Tensor | None = None,
+        frozen: Iterable[int] = (),
+        partition: Partition | None = None,
+    ) -> None:
+        self.layers, self.partition = tuple(layers), partition or Partition()
         self.num_parameters = num_parameters(self.layers)
         self.parameters = torch.zeros(self.num_parameters) if parameters is None else parameters
         if self.parameters.shape != (self.num_parameters,):
@@ -95,27 +104,22 @@ class Network:
         self.parameters_changed()
 
     def to(self, device: torch.device) -> Network:
-        return Network(self.layers, self.parameters.to(device), self.frozen)
+        return Network(self.layers, self.parameters.to(device), self.frozen, self.partition)
 
     def with_frozen(self, frozen: Iterable[int]) -> Network:
         """The same network, of the same parameters, whose layers of these numbers are frozen."""
-        return Network(self.layers, self.parameters, frozen)
+        return Network(self.layers, self.parameters, frozen, self.partition)
 
+    def part_of(self, partition: Partition) -> Network:
+        """This worker's part, where workers share this network."""
+        layers, parameters = partition.own_layers(self.layers), partition.own(self.parameters)
+        return Network(layers, parameters, self.frozen, partition)
 
-class Link:
-    """What is between a layer and the one above it: where the lower one's outputs are read, and where their derivative
-    comes from. Here both layers use the same memory, and nothing is moved; another link gathers the outputs of layers that
-    are split over workers, or sends them to another worker. All of its methods get tensors of (frames, features)."""
-
-    def memory(self, outputs: Tensor, derivatives: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for the upper layer's inputs and their derivatives, from that of the lower layer."""
-        return outputs, derivatives
-
-    def forward(self, outputs: Tensor, inputs: Tensor) -> None:
-        """inputs <- what the upper layer reads, after the lower one's forward pass."""
-
-    def backward(self, input_derivatives: Tensor, derivatives: Tensor) -> None:
-        """derivatives <- those of the lower layer's outputs, after the upper one's backward pass."""
+    def whole(self) -> Network:
+        """The network that this is a part of, on each worker; itself where it is all of it. Collective over a replica."""
+        partition = self.partition
+        layers, parameters = partition.layers(self.layers), partition.whole(self.parameters)
+        return self if parameters is self.parameters else Network(layers, parameters, self.frozen)
 
 
 class Workspace:
@@ -131,7 +135,8 @@ class Workspace:
         arithmetic: what to compute in; float32 where it is not given.
         generator: on the network's device, of what layers such as dropout draw in each forward pass. Without one they do
             as outside training.
-        links: between each layer and the next, one fewer than layers; where they are not given, layers share memory.
+        links: between each layer and the next, one fewer than layers; where they are not given, those of the network's
+            partition.
 
     Attributes:
         x: (frames, input_dim), the network's input, of the arithmetic's `x_dtype`; to be filled.
@@ -155,7 +160,7 @@ class Workspace:
         links: Sequence[Link] | None = None,
     ) -> None:
         self.network, self.arithmetic, self.generator = network, arithmetic or Float32(), generator
-        self.links = [Link() for _ in network.layers[1:]] if links is None else links
+        self.links = list(map(network.partition.link, network.layers[1:])) if links is None else links
         a, new = self.arithmetic, network.parameters.new_empty
         *below, last = network.layers if generator is not None else without_noise(network.layers)
         layers = (*below, last.padded(a.pad_to))
@@ -302,16 +307,18 @@ class WideOutput(Workspace):
     def __init__(self, network: Network, frames: int, arithmetic: Float32) -> None:
         """`network`: with a product that is not its first layer's."""
         first = max(i for i, layer in enumerate(network.layers) if layer.gemm is not None)
-        below = num_parameters(network.layers[:first])
-        self._output = Workspace(Network(network.layers[first:], network.parameters[below:]), frames)
-        super().__init__(Network(network.layers[:first], network.parameters[:below]), frames, arithmetic)
+        below, partition = num_parameters(network.layers[:first]), network.partition
+        upper = Network(network.layers[first:], network.parameters[below:], partition=partition)
+        self._output, self._between = Workspace(upper, frames), partition.link(upper.layers[0])
+        lower = Network(network.layers[:first], network.parameters[:below], partition=partition)
+        super().__init__(lower, frames, arithmetic)
 
     def _use(self, frames: int) -> None:
         super()._use(frames)
         self._output = self._output.of(frames)
 
     def forward(self) -> Tensor:
-        self._output.x.copy_(super().forward())
+        self._between.forward(super().forward(), self._output.x)
         return self._output.forward()
 
     @property

@@ -41,8 +41,8 @@ class CrossEntropy(Objective):
     figures = (LOSS, FRAME_ACCURACY)
 
     def __init__(self, workspace: Workspace) -> None:
-        frames, pdfs = workspace.derivative.shape
-        self.loss = workspace.output_arithmetic.cross_entropy(workspace.network.parameters, pdfs, frames)
+        (frames, pdfs), network = workspace.derivative.shape, workspace.network
+        self.loss = network.partition.cross_entropy(workspace.output_arithmetic, network.parameters, pdfs, frames)
 
     def __call__(self, outputs: Tensor, batch: Batch, derivative: Tensor) -> Sums:
         return self.loss(outputs, batch.labels, derivative)

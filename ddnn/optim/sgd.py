@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32
@@ -141,7 +140,7 @@ class Sgd:
     def update(self, lr: float, frames: int) -> None:
         """The update of all layers from `gradient`, summed over `frames` frames."""
         if self.max_gradient_norm:  # waits for no GPU; a gradient that is not finite becomes NaN
-            norm = torch.linalg.vector_norm(self.gradient)
+            norm = self.network.partition.norm(self.gradient)
             self.gradient.mul_((self.max_gradient_norm * frames / norm).clamp_(max=1.0))
         for gradient, coef in self._scaled:
             gradient.mul_(coef)

@@ -18,7 +18,8 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.groups import Groups
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import Affine
-from ddnn.nn.network import Link, Network, Workspace, initialize
+from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.nn.partition import Link
 from ddnn.optim.schedule import Exponential
 from ddnn.optim.sgd import Sgd
 from ddnn.training.evaluation import Validation

@@ -1,0 +1,145 @@
+"""Networks each of whose layers is split by its outputs over the workers of a group: the columns of a replica.
+
+Worker j of k has the rows [o_j, o_(j+1)) of W and b of each layer. Its part of the output is (N, D/k); an all-gather gives
+each worker the whole of it, which the next layer reads. Backward, d W^T of the own rows is a partial sum of the input's
+derivative: each worker gets the partial sums of its own columns from all others and adds them up in float32, by rank,
+so that the bits do not depend on the MPI, which never sums bf16. The loss needs only four values per frame of each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ddnn.distributed.communicator import Communicator
+from ddnn.nn.arithmetic import Float32
+from ddnn.nn.layer import Layer
+from ddnn.nn.layout import Interval, columns_of, cut
+from ddnn.nn.loss import SoftmaxCrossEntropy
+from ddnn.nn.partition import Link, Partition
+
+
+class ColumnLink(Link):
+    """Between two layers that are split by columns: gathers the lower one's outputs, and sums their derivative."""
+
+    def __init__(self, comm: Communicator, cuts: Sequence[Interval]) -> None:
+        """`cuts`: columns of the whole output that each worker has."""
+        self.comm, self.widths = comm, [end - start for start, end in cuts]
+
+    def memory(self, outputs: Tensor, derivatives: Tensor) -> tuple[Tensor, Tensor]:
+        whole = len(outputs), sum(self.widths)
+        return outputs.new_zeros(whole), outputs.new_zeros(whole)
+
+    def forward(self, outputs: Tensor, inputs: Tensor) -> None:
+        sizes = [len(outputs) * width for width in self.widths]
+        gathered = self.comm.workspace("columns", sum(sizes), outputs.dtype, outputs.device)
+        self.comm.all_gather_into(outputs, gathered, sizes)
+        columns = torch.split(inputs, self.widths, dim=1)
+        for block, of_inputs in zip(torch.split(gathered, sizes), columns, strict=True):
+            of_inputs.copy_(block.view_as(of_inputs))
+
+    def backward(self, input_derivatives: Tensor, derivatives: Tensor) -> None:
+        comm, rows, dtype = self.comm, len(derivatives), input_derivatives.dtype
+        sizes, own = [rows * width for width in self.widths], derivatives.numel()
+        packed = comm.workspace("partial sums", sum(sizes), dtype, derivatives.device)
+        received = comm.workspace("own columns", own * comm.world_size, dtype, derivatives.device)
+        columns = torch.split(input_derivatives, self.widths, dim=1)
+        for chunk, partial in zip(torch.split(packed, sizes), columns, strict=True):
+            chunk.view_as(partial).copy_(partial)
+        comm.all_to_all_into(packed, received, sizes, [own] * comm.world_size)
+        summed = torch.float32 if dtype == torch.bfloat16 else dtype
+        derivatives.copy_(received.view(comm.world_size, *derivatives.shape).sum(dim=0, dtype=summed))
+
+
+class ColumnCrossEntropy(SoftmaxCrossEntropy):
+    """Softmax and cross-entropy over outputs that are split by columns. Each worker tells the others, for each frame, its
+    largest logit m_j, where that is, sum exp(z - m_j), and its logit of the label, if it has that; all merge the same numbers
+    in the same order. Of equal logits the one of the lowest pdf-id counts, NaN is larger than all. The reference is
+    `ddnn.nn.loss.cross_entropy` of all outputs."""
+
+    def __init__(self, comm: Communicator, first: int, like: Tensor, pdfs: int, frames: int) -> None:
+        """`first`: number of the first own pdf; `pdfs`: how many this worker has."""
+        super().__init__(like, pdfs, frames)
+        self._comm, self._first, self._pdfs = comm, first, pdfs
+        self._values = like.new_empty(4, frames)
+        self._exponentials = like.new_empty(0)
+
+    def __call__(self, logits: Tensor, labels: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        frames = len(labels)
+        values = self._values[:, :frames].contiguous()
+        own = labels - self._first
+        is_own = (own >= 0) & (own < self._pdfs)
+        own = own.clamp(0, self._pdfs - 1)[:, None]
+        exponentials = grad if grad.dtype == values.dtype else self._float32(grad)
+        exponentials.copy_(logits)
+        largest, where = exponentials.max(dim=1)
+        target = exponentials.gather(1, own)[:, 0].masked_fill(~is_own, float("-inf"))
+        exponentials.sub_(largest[:, None]).exp_()
+        # A pdf-id is below 2^24, which float32 holds exactly.
+        for row, value in zip(values, (largest, where + self._first, exponentials.sum(dim=1), target), strict=True):
+            row.copy_(value)
+        everyone = self._comm.all_gather(values)
+        maxima, best, sums, targets = everyone.unbind(dim=1)
+        maximum, winner = maxima.max(dim=0)  # the first of equal ones, or a NaN
+        total = (sums * (maxima - maximum).exp_()).sum(dim=0)
+        exponentials.mul_(((largest - maximum).exp_() / total)[:, None])
+        exponentials.scatter_add_(1, own, -is_own[:, None].to(values.dtype))
+        if exponentials is not grad:
+            grad.copy_(exponentials)
+        loss = (maximum - targets.max(dim=0).values + total.log_()).sum(dtype=torch.float64)
+        return loss, (best.gather(0, winner[None])[0] == labels).sum()
+
+    def _float32(self, grad: Tensor) -> Tensor:
+        """Memory for the derivative in float32."""
+        if self._exponentials.shape[0] < len(grad):
+            self._exponentials = self._values.new_empty(grad.shape)
+        return self._exponentials[: len(grad)]
+
+
+class ColumnPartition(Partition):
+    """This worker's column of a network, among the workers of `comm`, which hold it together.
+
+    Args:
+        layers: of the whole network.
+        granule: cuts are at multiples of so many outputs.
+
+    ValueError: as `columns_of`."""
+
+    def __init__(self, layers: Sequence[Layer], comm: Communicator, granule: int = 1) -> None:
+        self._layers, self.comm, self.granule = tuple(layers), comm, granule
+        self.parts = columns_of(layers, comm.world_size, granule)
+        self.part = self.parts[comm.rank]
+
+    def layers(self, own: Sequence[Layer]) -> tuple[Layer, ...]:
+        return self._layers
+
+    def own_layers(self, whole: Sequence[Layer]) -> tuple[Layer, ...]:
+        return self.part.layers
+
+    def own(self, whole: Tensor) -> Tensor:
+        return self.part.take(whole)
+
+    def whole(self, own: Tensor) -> Tensor:
+        sizes = [sum(end - start for start, end in part.intervals) for part in self.parts]
+        gathered, whole = own.new_empty(sum(sizes)), own.new_empty(sum(sizes))
+        self.comm.all_gather_into(own.contiguous(), gathered, sizes)
+        for part, vector in zip(self.parts, torch.split(gathered, sizes), strict=True):
+            part.put(vector, whole)
+        return whole
+
+    def cuts(self, width: int) -> list[Interval]:
+        """Of a layer of `width` outputs. Not collective."""
+        return cut(width, self.comm.world_size, self.granule)
+
+    def link(self, upper: Layer) -> Link:
+        return ColumnLink(self.comm, self.cuts(upper.input_dim))
+
+    def cross_entropy(self, arithmetic: Float32, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
+        first, _ = self.cuts(self._layers[-1].output_dim)[self.comm.rank]
+        return ColumnCrossEntropy(self.comm, first, like, pdfs, frames)
+
+    def norm(self, own: Tensor) -> Tensor:
+        square: Tensor = torch.linalg.vector_norm(own).square()
+        self.comm.all_reduce(square)
+        return square.sqrt()
