@@ -32,7 +32,7 @@ TOKENS = {
     "optim": 7_550,
     "recipe": 12_050,
     "report": 13_100,
-    "reproduce": 15_550,
+    "reproduce": 16_000,
     "runs": 12_600,
     "slurm": 6_600,
     "synth": 5_250,
