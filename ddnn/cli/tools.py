@@ -161,7 +161,7 @@ def bench(
 @json_option
 @slurm_options
 def reproduce(tables: tuple[str, ...], json_: bool, **options: Any) -> None:
-    """Train the tables of arXiv 1507.01239 on a corpus: table1 to table6, figure2, reduce, all.
+    """Train the tables of arXiv 1507.01239 on a corpus: table1 to table6, figure2, reduce, convnets, all.
 
     Executes the runs that are missing, with --slurm as jobs. The same command resumes after an interruption, checks
     what became of the jobs, and executes nothing once all runs are recorded.

@@ -9,14 +9,15 @@ from statistics import median
 from typing import Any
 
 from ddnn.report.runs import OVERLOADED
-from ddnn.report.scaling import Measurement, calibrate, epoch_seconds
+from ddnn.report.scaling import Measurement, calibrate, epoch_seconds, fit_not_negative
 from ddnn.reproduce.runs import ACCURACY, CV_ACCURACY, WER, MeasuredEpoch, RunRecord
-from ddnn.reproduce.tables import BASE, Condition, ReproduceConfig, Table, paper
+from ddnn.reproduce.tables import Condition, ReproduceConfig, SharedTimes, Table, paper
 from ddnn.util.errors import UserError
 from ddnn.util.text import plural
 
 SpeedUp = dict[str, Any]
 """Condition, label, workers, speed-up, and its kind: measured, predicted or paper."""
+DAY = 86_400.0  # seconds
 SLOW = 1.5  # times the compute time of the fastest similar run: then other load took the cores
 
 
@@ -119,15 +120,17 @@ def speed_ups(config: ReproduceConfig, table: Table, records: Mapping[str, RunRe
         has_cores = record.time is not None and record.time.cores >= record.workers
         if record.measured and has_cores and record.failure is None and name not in slow:
             epoch = record.measured.to_measurement(record.workers)
-            groups[_group(record, record.measured)][record.condition, record.workers].append(epoch)
-    with_base = [group for group in groups.values() if (BASE, 1) in group]
+            size = record.measured.minibatch_size * (record.workers if table.divides_minibatch else 1)
+            compared = record.measured.model_copy(update={"minibatch_size": size})
+            groups[_group(record, compared)][record.condition, record.workers].append(epoch)
+    with_base = [group for group in groups.values() if (table.base, 1) in group]
     epochs = max(with_base, key=lambda group: sum(map(len, group.values())), default=None)
     result = list[SpeedUp]()
     for condition in table.conditions:
         name = condition.name
         curves = {"paper": paper().published_speed_ups.get(name, {})}
         if epochs:
-            measured = {n: epochs[name if n > 1 else BASE, n] for n in config.workers}
+            measured = {n: epochs[name if n > 1 else table.base, n] for n in config.workers}
             seconds = {n: median(epoch.seconds for epoch in known) for n, known in measured.items() if known}
             curves["measured"] = {n: seconds[1] / value for n, value in seconds.items()}
             curves["predicted"] = _predicted(
@@ -147,3 +150,36 @@ def _predicted(sizes: Sequence[int], measured: Sequence[Measurement]) -> dict[in
         return {}
     seconds = {n: epoch_seconds(constants, measured[-1].scheme, n) for n in (1, *sizes)}
     return {n: seconds[1] / seconds[n] for n in sizes}
+
+
+@dataclass(frozen=True)
+class SharedFit:
+    """The model of the cost of workers that share a model, fitted to the first rows of published times."""
+
+    num_fitted: int
+    image_seconds: float
+    update_seconds: float  # not divided among workers
+    byte_seconds: float
+    days: tuple[float, ...]  # of all rows
+
+
+def fit_shared_times(times: SharedTimes) -> list[SharedFit]:
+    """Fitted to all rows, and to the first `num_fitted`. An update takes what its images take, divided among replicas and
+    columns, a part that is not divided, and the bytes: activations (forward) and derivatives (backward) between columns;
+    between replicas gradients and parameters, through the link of one of them (a star). 4 bytes a value. UserError: scipy is
+    missing."""
+    terms: dict[str, list[float]] = {"image": [], "update": [], "byte": []}
+    for row in times.rows:
+        images = times.minibatch / row.replicas
+        activations = 2 * times.exchanged * images * (row.columns - 1)
+        averaged = 2 * (row.replicas - 1) * times.parameters / row.columns
+        for name, value in zip(terms, (images / row.columns, 1.0, 4.0 * (activations + averaged)), strict=True):
+            terms[name].append(value)
+    seconds = [row.days * DAY / times.updates for row in times.rows]
+    fits = []
+    for n in (len(seconds), times.num_fitted):
+        fitted = fit_not_negative({name: column[:n] for name, column in terms.items()}, seconds[:n], seconds[:n])
+        updates = (sum(fitted[name] * terms[name][i] for name in terms) for i in range(len(seconds)))
+        days = tuple(update * times.updates / DAY for update in updates)
+        fits.append(SharedFit(n, fitted["image"], fitted["update"], fitted["byte"], days))
+    return fits

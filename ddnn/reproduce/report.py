@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import quote
 
 from ddnn.reproduce.comparison import VerdictName, compare, degradations
-from ddnn.reproduce.entries import TableEntry, metrics_of, overloaded_runs, speed_ups, table_entries
+from ddnn.reproduce.entries import TableEntry, fit_shared_times, metrics_of, overloaded_runs, speed_ups, table_entries
 from ddnn.reproduce.plots import table_pictures
 from ddnn.reproduce.runs import RunRecord
 from ddnn.reproduce.tables import Hypothesis, ReproduceConfig, Table, paper
@@ -103,6 +103,7 @@ def build_report(
         drawn = table_pictures(config, table, own, metrics, speeds)
         hypotheses = [compare(config, table, hypothesis, records) for hypothesis in table.hypotheses]
         section = {"table": table, "entries": own, "metrics": metrics, "speed_ups": speeds, "pictures": list(drawn)}
+        section["fits"] = [] if table.times is None else fit_shared_times(table.times)
         sections.append({**section, "hypotheses": hypotheses})
         pictures |= drawn
     results = [result for section in sections for result in section["hypotheses"]]

@@ -19,8 +19,9 @@ from ddnn.recipe.source import find_path, first_error, read_yaml
 from ddnn.util.errors import DataError, UserError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.' -]{1,60}$")]
-Columns = tuple[Literal["all", 1, "max"], ...]
-"""Numbers of workers: all of the corpus, one, the corpus's `max_workers`."""
+Columns = tuple[Literal["all", "few", 1, "max"], ...]
+"""Numbers of workers: all of the corpus, those up to `FEW`, one, the corpus's `max_workers`."""
+FEW = 4
 Side = tuple[Name, Literal[1, "max"]]  # a condition and its number of workers
 BASE = "base"  # the condition that others are compared with
 FILE = "reproduce.yaml"
@@ -47,6 +48,26 @@ class Hypothesis(Section):
     instead_of: Side | None = None  # tests what the table's other hypotheses ask about this side, if its runs failed
 
 
+class SharedTime(Section):
+    """A published time of a whole training on replicas that are split into columns."""
+
+    label: str
+    replicas: Count
+    columns: Count
+    days: float
+
+
+class SharedTimes(Section):
+    """Published times of one training, whose minibatch is divided among the replicas, and what the model of its cost needs."""
+
+    rows: tuple[SharedTime, ...]
+    num_fitted: Count  # the first rows, which a second fit is made to; it predicts the others
+    updates: Count  # of the whole training
+    minibatch: Count  # images of all replicas
+    parameters: Count
+    exchanged: Count  # values of an image that two columns send each other in a direction
+
+
 class Table(Section):
     """A table of the paper, or one like them."""
 
@@ -57,11 +78,15 @@ class Table(Section):
     conditions: tuple[Condition, ...]
     hypotheses: tuple[Hypothesis, ...] = ()
     published: dict[Name, tuple[int, ...]] = Field({})  # condition -> the GPUs that the paper's table has it on
+    base: Name = BASE  # the condition whose runs on one worker speed-ups are measured against
+    divides_minibatch: bool = False  # among the workers: minibatches are compared by their sum over the workers
+    times: SharedTimes | None = None  # published, of workers that share a model
     note: str = ""  # what a reader has to know
 
     def settings(self, config: ReproduceConfig) -> list[tuple[Condition, int]]:
         """The conditions with each number of workers that they are trained with on a corpus."""
-        sizes = {"all": config.workers, 1: (1,), "max": (config.max_workers,)}
+        few = tuple(n for n in config.workers if n <= FEW)
+        sizes = {"all": config.workers, "few": few, 1: (1,), "max": (config.max_workers,)}
         return [
             (condition, workers)
             for condition in self.conditions

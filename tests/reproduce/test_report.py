@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from reproduce.synthetic import TABLES, by_name, collapsed, diverged, epoch, plan, record, table_records
 
+from ddnn.reproduce.entries import fit_shared_times
 from ddnn.reproduce.report import Report, build_report, report_templates
+from ddnn.reproduce.tables import paper
 from ddnn.util.text import environment
 
 EVIL = "<script>alert(1)</script> | *a* _b_ `c` [d](e) $f$ &lt; \n# g \x1b[31m \u202e \ud800"
@@ -178,6 +180,44 @@ def test_report_of_speed() -> None:
     assert "| all-reduce | predicted | - | - | 93.5 | - | 92.9 | - |" in text
     assert "4 workers on 2" in text and "(x/figure2-speed.png)" in text
     assert "| all-reduce | 2 | 3 | 450 | 2.222 | 55.0 | 81.8 | 5.5 | 1.8 |" in text
+
+
+def test_report_of_workers_that_share_a_model() -> None:
+    """Figures by hand from the formula, with its constants as they were fitted elsewhere; all within 5 % of the paper's."""
+    table = TABLES["convnets"]
+    assert table.times is not None
+    of_all, of_three = fit_shared_times(table.times)
+    assert of_all.image_seconds == pytest.approx(5.5e-3, rel=0.01)
+    assert of_all.update_seconds == pytest.approx(0.385, rel=0.001)
+    assert of_all.byte_seconds == pytest.approx(1 / 3.0e9, rel=0.005)
+    assert [round(days, 2) for days in of_all.days] == [10.43, 6.45, 7.27, 7.11, 4.81]
+    assert [round(days, 2) for days in of_three.days] == [10.5, 6.6, 7.0, 5.94, 4.82]
+    published = [row.days for row in table.times.rows]
+    assert max(abs(days / known - 1) for days, known in zip(of_all.days, published, strict=True)) < 0.05
+    speed_ups = paper().published_speed_ups["data-parallel"] | {
+        20 * n: value for n, value in paper().published_speed_ups["columns"].items()
+    }
+    keys = [row.replicas * row.columns * (20 if row.columns > 1 else 1) for row in table.times.rows]
+    assert speed_ups == pytest.approx({key: 10.5 / days for key, days in zip(keys, published, strict=True)}, abs=0.005)
+    text = build_report(plan(), [table], {}, "c", []).markdown("x")
+    assert "| model parallel | 2 | 6.6 | 6.45 | -2.3 % | 6.60 | +0.0 % |" in text
+    assert "| data parallel | 4 | 7.2 | 7.11 | -1.3 % | 5.94 | predicted, -17.5 % |" in text
+    assert "| hybrid | 4 | 4.8 | 4.81 | +0.2 % | 4.82 | predicted, +0.4 % |" in text
+    assert "5.5 ms for an image, 385 ms of each update that are not divided, 3.0 GB/s" in text
+
+
+def test_speed_ups_of_workers_that_divide_a_minibatch() -> None:
+    """They compare with the table's own base, though each worker has fewer frames in a minibatch."""
+    corpus, table = plan(), TABLES["convnets"]
+    records = table_records(corpus, [table])
+    assert {run.workers for run in records.values()} == {1, 2, 4}
+    for name, seconds in (("data-parallel-1-1", 20.0), ("data-parallel-2-1", 10.0)):
+        run = records[name]
+        measured = epoch(run.workers, seconds).model_copy(update={"minibatch_size": 256 // run.workers})
+        records[name] = run.model_copy(update={"measured": measured})
+    text = build_report(corpus, [table], records, "c", []).markdown("x")
+    assert "| data: gradients, every minibatch | paper | 1.00 | 1.50 | 1.46 |" in text
+    assert "| data: gradients, every minibatch | measured | 1.00 | 2.00 | - |" in text
 
 
 def test_times_are_medians_without_runs_on_overloaded_cores() -> None:

@@ -244,10 +244,12 @@ def test_hypotheses_and_the_papers_numbers_belong_to_rows(table: Table) -> None:
     assert set(table.published) <= names
     for hypothesis in table.hypotheses:
         assert {hypothesis.expected_better[0], hypothesis.expected_worse[0]} <= names
-    settings = table.settings(plan(workers=(1, 2, 4), max_workers=4))
+    settings = table.settings(plan(workers=(1, 2, 4, 8), max_workers=8))
     for condition in table.conditions:
         columns = tuple(workers for other, workers in settings if other == condition)
-        by_selection = {("all",): (1, 2, 4), (1, "max"): (1, 4), ("max",): (4,)}[condition.workers or table.workers]
+        by_selection = {("all",): (1, 2, 4, 8), (1, "max"): (1, 8), ("max",): (8,), ("few",): (1, 2, 4)}[
+            condition.workers or table.workers
+        ]
         assert columns == tuple(n for n in by_selection if n > 1 or not condition.several_workers_only)
 
 
