@@ -25,7 +25,7 @@ TOKENS = {
     "cli": 5_350,
     "data": 15_600,
     "decoding": 9_100,
-    "distributed": 12_650,
+    "distributed": 12_900,
     "inspection": 6_500,
     "kaldi": 20_500,
     "nn": 28_900,
