@@ -20,10 +20,12 @@ WITHIN = 1.05  # layouts that are this much slower than the fastest count as equ
 
 
 class Size(NamedTuple):
-    """An affine layer."""
+    """An affine layer; ranks of its Fisher matrices with NG-SGD, 0 with SGD."""
 
     in_features: int
     out_features: int
+    in_rank: int = 0
+    out_rank: int = 0
 
     @property
     def parameters(self) -> int:
@@ -44,9 +46,6 @@ class Layout(NamedTuple):
         """Workers of a replica."""
         return self.columns * self.stages
 
-    def __str__(self) -> str:
-        return "x".join(map(str, self[:3]))
-
 
 class Machine(NamedTuple):
     """Constants of a worker, and of the messages between those that share a model."""
@@ -65,8 +64,8 @@ class Machine(NamedTuple):
 
 
 def layer_seconds(machine: Machine, layers: Sequence[Size], rows: int | float, columns: int) -> list[float]:
-    """Of each layer with `rows` frames, forward and backward: its products, passes over its outputs, and, among columns, the
-    gather of its outputs, the exchange of the derivative of its input, and the loss."""
+    """Of each layer with `rows` frames, forward and backward: its products, those of NG-SGD, passes over its outputs, and,
+    among columns, the gather of its outputs, the exchange of the derivative of its input, the loss, NG-SGD's projections."""
     flops, tau, memory, alpha, beta, size = machine
     seconds = []
     for number, layer in enumerate(layers):
@@ -75,7 +74,11 @@ def layer_seconds(machine: Machine, layers: Sequence[Size], rows: int | float, c
         operations = 2 * rows * layer.in_features * layer.out_features
         total = products * (tau + operations / (columns * flops))
         total += 2 * tau + 6 * size * rows * layer.out_features / (columns * memory)
+        if layer.in_rank:  # two thin products on each side; the input is whole on all workers
+            ranks = rows * (layer.in_features * layer.in_rank + layer.out_features * layer.out_rank / columns)
+            total += 4 * (tau + ranks / flops)
         if columns > 1:
+            total += 8 * (columns - 1) / columns * (rows * layer.out_rank + (rows + 1) * (layer.out_rank > 0)) * beta
             exchanged = [0 if first else layer.in_features, 0 if last else layer.out_features]
             for width in filter(None, exchanged):
                 values = rows * width * size
@@ -127,7 +130,8 @@ def minibatch_seconds(machine: Machine, layers: Sequence[Size], rows: int, layou
     """C: of a replica for a minibatch of `rows` frames, with its update, without averaging."""
     size, m = machine.activation_bytes, layout.microbatches
     seconds, stages = divide(machine, layers, rows, layout)
-    of_stages = [sum(seconds[stage]) for stage in stages]
+    has_fisher = layout.columns > 1 and layers[0].out_rank > 0  # then a stage has two more messages
+    of_stages = [sum(seconds[stage]) + 2 * has_fisher * machine.latency for stage in stages]
     sent = [rows / m * layers[stage.start].in_features * size / layout.columns for stage in stages[1:]]
     boundaries: float = sum(machine.latency + values * machine.byte_seconds for values in sent)
     parameters = max(sum(layer.parameters for layer in layers[stage]) for stage in stages)
@@ -151,22 +155,38 @@ def worker_bytes(
     return max(needed) + FIXED_BYTES
 
 
-def column_bytes(layers: Sequence[Size], rows: int, columns: int, activation_bytes: int = 4) -> dict[str, float]:
-    """Bytes that a worker receives in a minibatch from the other columns of its layers; it sends as many."""
+def received_bytes(machine: Machine, layers: Sequence[Size], rows: int, layout: Layout) -> dict[str, float]:
+    """Bytes that a worker receives in a minibatch, in the stage that receives most: `gathers` of its layers' inputs, `exchanges`
+    of their derivatives, `loss`, NG-SGD's `projections` and `norms`, and what comes over `boundaries` between stages. With
+    one stage it sends as many."""
+    columns, received = layout.columns, list[dict[str, float]]()
     share = (columns - 1) / columns
-    hidden = activation_bytes * rows * sum(layer.out_features for layer in layers[:-1]) * share
-    return {"forward": hidden, "backward": hidden, "loss": 16.0 * rows * (columns - 1)}
+    for stage in divide(machine, layers, rows, layout)[1]:
+        values = machine.activation_bytes * rows
+        gathered = values * share * sum(layer.in_features for layer in layers[max(1, stage.start) : stage.stop])
+        edges = [edge for edge in (stage.start, stage.stop) if 0 < edge < len(layers)]
+        ranks = [layer.out_rank for layer in layers[stage] if layer.out_rank]
+        received.append(
+            {
+                "gathers": gathered,
+                "exchanges": gathered,
+                "loss": 16.0 * rows * (columns - 1) * (stage.stop == len(layers)),
+                "projections": 8 * share * rows * sum(ranks),
+                "norms": 8 * share * (rows + 1) * len(ranks),
+                "boundaries": values / columns * sum(layers[edge].in_features for edge in edges),
+            }
+        )
+    return max(received, key=lambda parts: sum(parts.values()))
 
 
-def natural_gradient_bytes(
-    layers: Sequence[Size], rows: int, columns: int, in_rank: int, out_rank: int
-) -> dict[str, float]:
-    """The same of NG-SGD, whose output side is split: `projections` and `norms` in each minibatch, `updates` and `results`
-    where the Fisher matrices are updated."""
-    each = 8.0 * (columns - 1) / columns * len(layers)
-    results = 4.0 * len(layers) * (in_rank**2 + out_rank**2)
-    values = {"projections": rows * out_rank, "norms": rows + 1, "updates": out_rank**2}
-    return {name: each * count for name, count in values.items()} | {"results": results}
+def fisher_update_bytes(layers: Sequence[Size], columns: int) -> dict[str, float]:
+    """The same of an update of NG-SGD's Fisher matrices, with one stage: `sums` over the columns, and `results` of the worker that
+    updates a layer, to all others."""
+    share = (columns - 1) / columns
+    return {
+        "sums": 8 * share * sum(layer.out_rank**2 for layer in layers),
+        "results": 4.0 * sum(layer.in_rank**2 + layer.out_rank**2 for layer in layers),
+    }
 
 
 class Prediction(NamedTuple):
@@ -175,7 +195,8 @@ class Prediction(NamedTuple):
     layout: Layout
     minibatch_seconds: float
     frame_seconds: float  # of all replicas, with averaging
-    worker_bytes: float
+    worker_bytes: float  # of memory
+    received_bytes: float  # in a minibatch, besides averaging
 
 
 def predictions(
@@ -197,7 +218,9 @@ def predictions(
         if smallest >= min_rows or layout.microbatches == (fixed or {}).get("microbatches", 1):
             seconds = minibatch_seconds(machine, layers, rows, layout)
             frame = (seconds + averaging(layout)) / (layout.replicas * rows)
-            result.append(Prediction(layout, seconds, frame, worker_bytes(machine, layers, rows, layout)))
+            memory = worker_bytes(machine, layers, rows, layout)
+            received = sum(received_bytes(machine, layers, rows, layout).values())
+            result.append(Prediction(layout, seconds, frame, memory, received))
     return result
 
 

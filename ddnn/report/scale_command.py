@@ -76,6 +76,7 @@ class SharedPrediction:
     microbatches: int
     minibatch_seconds: float
     worker_bytes: float
+    received_bytes: float
     speed_ups: dict[str, float]
 
 
@@ -260,7 +261,9 @@ def _shared_predictions(constants: Constants, options: ScaleOptions, comm_dtype:
         replica = shared(constants, best)
         schemes = [replace(scheme, comm_dtype=comm_dtype) for scheme in SAME_COST if not scheme.overlap]
         speed_ups = {s.strategy: alone / epoch_seconds(replica, s, best.layout.replicas) for s in schemes}
-        yield SharedPrediction(text, best.layout.microbatches, best.minibatch_seconds, best.worker_bytes, speed_ups)
+        yield SharedPrediction(
+            text, best.layout.microbatches, best.minibatch_seconds, best.worker_bytes, best.received_bytes, speed_ups
+        )
 
 
 def draw_scaling(scaling: Scaling, path: Path) -> Path:

@@ -16,11 +16,11 @@ from ddnn.distributed.cost import (
     Prediction,
     Size,
     choose,
-    column_bytes,
+    fisher_update_bytes,
     minibatch_seconds,
-    natural_gradient_bytes,
     partition,
     predictions,
+    received_bytes,
     worker_bytes,
 )
 
@@ -103,34 +103,59 @@ def test_the_speed_ups_of_four_machines(name: str, network: str, rows: int) -> N
     assert [value if known != "-" else "-" for value, known in zip(found, expected, strict=True)] == expected
 
 
+FISHER = [Size(*layer[:2], 20, 80) for layer in LARGE], [Size(*layer[:2], 20, 80) for layer in SMALL]
+
+
 @pytest.mark.parametrize(
     ("layers", "rows", "expected"),
     [
-        (LARGE, 256, (12.6, 18.9, 0.58, 0.87)),
-        (LARGE, 1024, (50.3, 75.5, 2.3, 3.5)),
-        (SMALL, 256, (2.1, 3.1, 0.41, 0.62)),
-        (SMALL, 1024, (8.4, 12.6, 1.7, 2.5)),
+        (FISHER[0], 256, (12.6, 18.9, 0.58, 0.87)),
+        (FISHER[0], 1024, (50.3, 75.5, 2.3, 3.5)),
+        (FISHER[1], 256, (2.1, 3.1, 0.41, 0.62)),
+        (FISHER[1], 1024, (8.4, 12.6, 1.7, 2.5)),
     ],
 )
 def test_the_bytes_of_a_column_split(layers: list[Size], rows: int, expected: tuple[float, ...]) -> None:
-    figures = []
-    for columns in (2, 4):
-        bytes_ = column_bytes(layers, rows, columns)
-        assert bytes_["loss"] == 16 * rows * (columns - 1)
-        figures.append(1e-6 * (bytes_["forward"] + bytes_["backward"]))
-    for columns in (2, 4):
-        more = natural_gradient_bytes(layers, rows, columns, 20, 80)
-        figures.append(1e-6 * (more["projections"] + more["norms"]))
+    parts = [received_bytes(MACHINES["two cores"], layers, rows, Layout(1, columns)) for columns in (2, 4)]
+    figures = [1e-6 * (part["gathers"] + part["exchanges"]) for part in parts]
+    figures += [1e-6 * (part["projections"] + part["norms"]) for part in parts]
     assert [round(value, 2 if value < 1 else 1) for value in figures] == list(expected)
+    assert [part["loss"] for part in parts] == [16 * rows, 48 * rows]
     hidden = sum(layer.out_features for layer in layers[:-1])
     averaged = 8 * sum(layer.parameters for layer in layers) / 2
-    assert (sum(column_bytes(layers, rows, 2).values()) < averaged) == (rows < 3240 if hidden > 5000 else rows < 645)
+    moved = parts[0]["gathers"] + parts[0]["exchanges"]
+    assert (moved < averaged) == (rows < (3249 if hidden > 5000 else 649)), "P / H frames"
 
 
-def test_bytes_of_ng_sgds_updates() -> None:
-    bytes_ = natural_gradient_bytes(SMALL, 256, 3, 20, 80)
-    assert bytes_["updates"] == pytest.approx(8 * 2 / 3 * 5 * 80**2)
-    assert bytes_["results"] == 4 * 5 * (20**2 + 80**2)
+def test_the_bytes_of_a_pipeline() -> None:
+    machine = MACHINES["two cores"]
+    two = received_bytes(machine, LARGE, 256, Layout(1, 1, 2, 4))
+    assert two == {**dict.fromkeys(two, 0.0), "boundaries": 4 * 256 * 2048}, "in one direction"
+    middle = received_bytes(machine, LARGE, 256, Layout(1, 1, 3, 4))
+    assert middle["boundaries"] == 2 * 4 * 256 * 2048, "4.2 MB: activations of one, derivatives of the other boundary"
+    both = received_bytes(
+        machine, LARGE, 256, Layout(1, 2, 2, 4)
+    )  # 5 | 2 layers: the first stage gathers 4 inputs, the last 2
+    assert both["gathers"] == both["exchanges"] == 4 * 256 * 4 * 1024
+    assert both["boundaries"] == 4 * 256 * 1024 and both["loss"] == 0.0
+
+
+def test_bytes_of_updates_of_fisher_matrices() -> None:
+    updates = fisher_update_bytes(FISHER[1], 3)
+    assert updates["sums"] == pytest.approx(8 * 2 / 3 * 5 * 80**2)
+    assert updates["results"] == 4 * 5 * (20**2 + 80**2)
+
+
+def test_ng_sgd_adds_thin_products_and_two_messages_of_a_stage() -> None:
+    machine, rows, dims = MACHINES["K20, FDR"], 256, [440, *[512] * 4, 616]
+    layout = Layout(1, 2)
+    more = minibatch_seconds(machine, FISHER[1], rows, layout) - minibatch_seconds(machine, SMALL, rows, layout)
+    products = sum(4 * rows * (20 * dims[i] + 80 * dims[i + 1] / 2) for i in range(5)) / machine.flops
+    messages = 2 * machine.latency + 8 / 2 * 5 * (80 * rows + rows + 1) * machine.byte_seconds
+    assert more == pytest.approx(20 * machine.product_seconds + products + messages)
+    alone = minibatch_seconds(machine, FISHER[1], rows, Layout()) - minibatch_seconds(machine, SMALL, rows, Layout())
+    products = sum(4 * rows * (20 * dims[i] + 80 * dims[i + 1]) for i in range(5)) / machine.flops
+    assert alone == pytest.approx(20 * machine.product_seconds + products), "one worker sends nothing"
 
 
 DIVISIONS = st.lists(st.integers(1, 30), min_size=1, max_size=9).flatmap(
@@ -215,7 +240,7 @@ def test_a_model_that_no_worker_can_hold_is_split() -> None:
 def test_of_almost_equally_fast_layouts_the_one_that_splits_least_is_chosen() -> None:
     layouts = [Layout(4), Layout(2, 2), Layout(1, 2, 2, 4), Layout(1, 2, 2, 2), Layout(1, 4)]
     seconds = [1.0, 0.96, 0.953, 0.953, 0.9521]
-    made = [Prediction(layout, value, value, 1.0) for layout, value in zip(layouts, seconds, strict=True)]
+    made = [Prediction(layout, value, value, 1.0, 0.0) for layout, value in zip(layouts, seconds, strict=True)]
     assert choose(made, 2.0) == made[1], "the first is more than 5 % slower than the fastest"
     assert choose(made[2:], 2.0) == made[4], "of as many workers, the one with fewer stages"
     assert choose(made[2:4], 2.0) == made[3], "then the one with fewer microbatches"

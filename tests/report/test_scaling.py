@@ -425,7 +425,7 @@ def test_a_pipeline_has_its_fastest_number_of_microbatches() -> None:
     found = foretold(network=NETWORK, layouts="1x1x2")
     assert found.shared[0].microbatches == 8
     text = found.as_text()
-    assert re.search(r"^1x1x2 +8 +[\d.]+ ms +[\d.]+ GiB +1\.\d\d ", text, re.MULTILINE), text
+    assert re.search(r"^1x1x2 +8 +[\d.]+ ms +[\d.]+ GiB +8\.4 MB +1\.\d\d ", text, re.MULTILINE), text
     assert "share a model" not in foretold().as_text()
 
 
