@@ -6,7 +6,8 @@ PyTorch's own averaging of models. The same network, minibatch, frames and arith
 Programs take turns, a round of all after another, each as a process of its own on frames that lie in one folder. The figure of a
 round is the speed of its last epoch, without start and loading; medians are printed as a table in Markdown. PyTorch gets its
 frames spliced, as one tensor in memory; ddnn reads a Kaldi data dir and splices as it trains. Rates and rules are equal, so
-that losses agree but for the order of frames and, on two workers, who has which.
+that losses agree but for the order of frames, initial parameters and, on two workers, who has which frames. Where the CPU time is far below 100 % of
+the computing time (of PyTorch's whole epoch, with waiting for the other worker), other processes used the cores.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def write_frames(folder: Path, options: argparse.Namespace) -> None:
 
 
 def run(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Frames per second of all workers, and the training loss, of the last epoch."""
+    """Of the last epoch: frames per second of all workers, the training loss, and the share of its computing time in which
+    a worker had a core, the lowest of all workers: far below 1, other processes used the cores."""
     workers = options.workers if "-" in name else 1
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if name.startswith("torch"):
@@ -119,7 +121,9 @@ def run(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float
     row = [row for row in rows if row["type"] == "epoch" and row["split"] == "train"][-1]
     for path in sorted(run_dir.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    return {"frames_per_second": row["frames_per_second"], "loss": row["loss"]}
+    last = [worker for worker in rows if worker["type"] == "worker" and worker["epoch"] == EPOCHS]
+    shares = [worker["compute_cpu_seconds"] / (worker["compute_fraction"] * worker["seconds"]) for worker in last]
+    return {"frames_per_second": row["frames_per_second"], "loss": row["loss"], "cpu_share": min(shares)}
 
 
 def ddnn_recipe(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def train_torch(folder: Path, options: argparse.Namespace) -> None:
     criterion = nn.CrossEntropyLoss()
     size, bf16 = options.minibatch, options.precision == "bf16"
     for _ in range(EPOCHS):
-        begin, total = time.perf_counter(), 0.0
+        begin, cpu, total = time.perf_counter(), time.process_time(), 0.0
         for index in torch.randperm(len(x))[: len(x) // size * size].split(size):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
@@ -178,8 +182,10 @@ def train_torch(folder: Path, options: argparse.Namespace) -> None:
             average()
             total += loss.item()
         seconds, minibatches = time.perf_counter() - begin, len(x) // size
+        share = (time.process_time() - cpu) / seconds
     if rank == 0:
-        print(json.dumps({"frames_per_second": workers * minibatches * size / seconds, "loss": total / minibatches}))
+        speed = workers * minibatches * size / seconds
+        print(json.dumps({"frames_per_second": speed, "loss": total / minibatches, "cpu_share": share}))
     if workers > 1:
         destroy_process_group()
 
@@ -191,8 +197,8 @@ def table(found: dict[str, list[dict[str, float]]], options: argparse.Namespace)
         f"{options.frames:,} frames; {date.today()}, {cpu_name()}, {usable_cores()} cores, torch {torch.__version__}, "
         f"load {os.getloadavg()[1]:.1f}",
         "",
-        "| program | workers | frames/s (rounds) | over PyTorch with as many workers | training loss |",
-        "|---|---|---|---|---|",
+        "| program | workers | frames/s (rounds) | over PyTorch with as many workers | CPU time (%) | training loss |",
+        "|---|---|---|---|---|---|",
     ]
     for name, results in found.items():
         speeds = [result["frames_per_second"] for result in results]
@@ -201,7 +207,8 @@ def table(found: dict[str, list[dict[str, float]]], options: argparse.Namespace)
         over = f"{median(ratios):.2f}" if ratios and name.startswith("ddnn") else ""
         spread = f"{median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
         workers = options.workers if "-" in name else 1
-        lines.append(f"| {PROGRAMS[name]} | {workers} | {spread} | {over} | {results[-1]['loss']:.4f} |")
+        share = 100 * median(result["cpu_share"] for result in results)
+        lines.append(f"| {PROGRAMS[name]} | {workers} | {spread} | {over} | {share:.0f} | {results[-1]['loss']:.4f} |")
     return "\n".join(lines)
 
 

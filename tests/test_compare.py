@@ -58,7 +58,10 @@ def test_the_table_compares_programs_with_as_many_workers() -> None:
         "torch-averaging": [30.0, 40.0],
         "ddnn-averaging": [30.0, 80.0],
     }
-    found = {name: [{"frames_per_second": v, "loss": 1.0} for v in values] for name, values in speeds.items()}
+    found = {
+        name: [{"frames_per_second": v, "loss": 1.0, "cpu_share": 0.97} for v in values]
+        for name, values in speeds.items()
+    }
     lines = compare.table(found, OPTIONS).splitlines()
-    assert lines[-3] == "| ddnn | 1 | 25 (20 to 30) | 1.75 | 1.0000 |"
-    assert lines[-1] == "| ddnn, all-reduce every 10 | 2 | 55 (30 to 80) | 1.50 | 1.0000 |"
+    assert lines[-3] == "| ddnn | 1 | 25 (20 to 30) | 1.75 | 97 | 1.0000 |"
+    assert lines[-1] == "| ddnn, all-reduce every 10 | 2 | 55 (30 to 80) | 1.50 | 97 | 1.0000 |"
