@@ -38,19 +38,19 @@ that e = 1 / (2 + (D+r) alpha/D); then 3 updates on the first minibatch, 1 if N 
 
 **What is computed where.** X, H, J, K, L and W live on the device, in float32, except X and H where an arithmetic
 rounds them (`ddnn.nn.arithmetic.Projection`). Z, C, U, d and rho are float64 on the
-host. An update takes effect at the next call, so it is cut in two: the call that updates queues J, K, L and their
-copy to pinned host memory and returns; the *next* call does the r x r eigendecomposition on the host and queues W'.
-The numbers are those of an update on the spot, but on CUDA the host waits for numbers that are a whole minibatch old,
-while the device still has that minibatch's work queued. Only two things wait for the device: the first minibatch (3
-updates on the spot), and the orthonormality check, when C was floored or badly conditioned (it needs W' W'^T). The
-CUDA path has not yet been run on a GPU.
+host. An update takes effect at the next call, so it is cut in three: the call that updates queues J, K, L and their
+copy to pinned host memory and returns; before the next one `factor` does the r x r eigendecomposition on the host, which
+may have queued other work for the device until then; and that call queues W'. The numbers are those of an update on the
+spot. What is queued depends on the host only in whether an update begins or ends, so that a CUDA graph may hold it:
+`replayed` is the host's part of such a minibatch. The orthonormality check, when C was floored or badly conditioned, waits
+for the device (it needs W' W'^T), as do the 3 updates of the first minibatch.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -139,7 +139,8 @@ class NaturalGradient:
         self._a, self._retained = _split(self._back, (r, r), (r, 1))
         self._a_host, self._retained_host = (v.numpy() for v in _split(self._back_host, (r, r), (r, 1)))
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._pending_n = 0  # rows of the minibatch whose update is under way, 0 if none is
+        self._pending_n = 0  # rows of the minibatch whose K and L are on their way to the host, 0 if none are
+        self._update: _FisherUpdate | None = None  # that `factor` has made, to be applied
 
     def initial_updates(self, n: int) -> int:
         """How many updates a minibatch of n rows makes before it is preconditioned: the first ever 3, or 1 if n <= r."""
@@ -214,7 +215,7 @@ class NaturalGradient:
                 raise DataError(f"natural gradient state: {name} has values outside its range", hint=hint)
         self.w.copy_(state["w"])
         self.d = state["d"].cpu().numpy().copy()
-        self.rho, self.t, self._pending_n = float(state["rho"]), int(state["t"]), 0
+        self.rho, self.t, self._pending_n, self._update = float(state["rho"]), int(state["t"]), 0, None
 
     def _eta(self, n: int) -> float:
         return min(1.0 - math.exp(-n / self.options.num_samples_history), 0.9)
@@ -225,15 +226,52 @@ class NaturalGradient:
         torch.linalg.vector_norm(row_norms, out=self._norm)
         if self._copied is not None:
             self._stats_host.copy_(self._stats, non_blocking=True)
+        self._sent(row_norms.shape[0])
+
+    def _sent(self, n: int) -> None:
+        self._pending_n = n
+        if self._copied is not None and not torch.cuda.is_current_stream_capturing():
             self._copied.record(torch.cuda.current_stream(self.device))
-        self._pending_n = row_norms.shape[0]
 
     def finish_update(self) -> None:
         """Brings W, d and rho up to date with the last minibatch, if that is still to be done; `begin_minibatch` and
         `state_dict` call it themselves."""
-        n, self._pending_n = self._pending_n, 0
-        if n and (update := self._factor(n)) is not None:
+        self.factor()
+        update, self._update = self._update, None
+        if update is not None:
             self._apply_factor(update)
+
+    def factor(self) -> None:
+        """Does the host's part of an update that is under way; the device's part is left to `finish_update`. May be called
+        in any thread."""
+        n, self._pending_n = self._pending_n, 0
+        if n:
+            self._update = self._factor(n)
+
+    def phase(self, n: int) -> tuple[bool, bool] | None:
+        """After `factor`: whether a minibatch of n rows ends an update and whether it begins one, on which what it queues
+        for the device depends; None where it may wait for the device, too."""
+        update = self._update
+        if self.initial_updates(n) or (update is not None and update.may_be_skewed):
+            return None
+        return update is not None, self.updates_at(self.t)
+
+    def replayed(self, n: int) -> None:
+        """What the host does in a minibatch of n rows whose work on the device a CUDA graph has done, in the `phase` it was
+        captured in."""
+        if self._update is not None:
+            self.d, self.rho = self._update.d, self._update.rho
+            self._update = None
+        self.t += 1
+        if self.updates_at(self.t - 1):
+            self._sent(n)
+
+    def host_state(self) -> tuple[Any, ...]:
+        """What a minibatch changes on the host, for `set_host_state`: capturing a CUDA graph changes nothing else."""
+        return self.d, self.rho, self.t, self._pending_n, self._update
+
+    def set_host_state(self, state: tuple[Any, ...]) -> None:
+        self.d, self.rho, self.t, self._pending_n, self._update = state
 
     def _factor(self, n: int) -> _FisherUpdate | None:
         """The r x r part of an update from a minibatch of n rows, by the host; None where the minibatch holds NaN or

@@ -18,7 +18,8 @@ The Fisher matrices are updated in float32 in both cases, but in bf16 less often
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -31,7 +32,9 @@ from ddnn.nn.layer import Gemm, Layer, LayerCall, Views
 from ddnn.nn.network import Network, Workspace
 from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, Side, gammas, max_change_factor
 from ddnn.optim.sgd import Sgd, SgdOptions
+from ddnn.util.system import usable_cores
 
+HOST_THREADS = 8  # at most, for the eigendecompositions of a training on a GPU
 FEW_FILTERS = 32  # up to so many the rank of their derivative is a quarter of their number, at most
 
 
@@ -126,6 +129,11 @@ class NgSgd(Sgd):
         self._factors: dict[int, float] = {}  # of their gradients
         self._limited_lr = 1.0
         self._memory = _Memory(self, 0, Float32())
+        self._threads = None
+        if network.parameters.is_cuda:
+            each = torch.get_num_threads()  # of a product; a new thread would take all cores
+            number = min(HOST_THREADS, usable_cores())
+            self._threads = ThreadPoolExecutor(number, "eigh", initializer=torch.set_num_threads, initargs=(each,))
 
     def set_lr_scale(self, lr_scale: float) -> None:
         super().set_lr_scale(1.0 if self.options.max_change_scope == "local" else lr_scale)
@@ -137,6 +145,29 @@ class NgSgd(Sgd):
     @property
     def preconditioners(self) -> list[NaturalGradient]:
         return [side for sides in zip(*self.preconditioners_of.values(), strict=True) for side in sides if side.rank]
+
+    def finish_on_host(self) -> None:
+        """The eigendecompositions of updates of the Fisher matrices; beside a GPU, which computes meanwhile, by several
+        threads."""
+        if self._threads is None:
+            for preconditioner in self.preconditioners:
+                preconditioner.factor()
+        else:
+            list(self._threads.map(NaturalGradient.factor, self.preconditioners))
+
+    def phase(self, frames: int) -> Hashable | None:
+        phases = {side.phase(rows) for side, rows in self._sides(frames)}
+        return phases.pop() if len(phases) == 1 else None
+
+    def replayed(self, frames: int) -> None:
+        super().replayed(frames)
+        for side, rows in self._sides(frames):
+            side.replayed(rows)
+
+    def _sides(self, frames: int) -> Iterator[tuple[NaturalGradient, int]]:
+        """The `preconditioners`, and how many rows `frames` frames have there."""
+        for k, sides in self.preconditioners_of.items():
+            yield from ((side, frames * self.gemms[k].rows) for side in sides if side.rank)
 
     def prepare(self, workspace: Workspace, lr: float) -> None:
         """Preconditions all layers; overwrites the workspace's derivatives and, in bf16 or with compiled kernels,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -89,6 +89,7 @@ class Sgd:
     def step(self, workspace: Workspace, lr: float, average: Callable[[Tensor], None] | None = None) -> None:
         """One update from the layer inputs and output derivatives of a minibatch, after its backward pass. `average`:
         what workers that average gradients do with theirs, in place, before it is applied."""
+        self.finish_on_host()
         self.prepare(workspace, lr / self.included_lr_scale)
         by_layer = average is None and self.updates_by_layer(workspace)
         views = workspace.layer_gradients or self._views
@@ -108,6 +109,18 @@ class Sgd:
             self.update(lr, frames=len(workspace.x))
         if any([self.network.layers[i].after_update(self.network.views[i]) for i in self.trainable]):
             self.network.parameters_changed()
+
+    def finish_on_host(self) -> None:
+        """Before a step: does on the host what the last one has left to it. The device may have other work until then."""
+
+    def phase(self, frames: int) -> Hashable | None:
+        """After `finish_on_host`: what the operations of a step on `frames` frames depend on beside their number and the
+        learning rate; a CUDA graph of them does for every step in this phase. None: the step may wait for the device."""
+        return ()
+
+    def replayed(self, frames: int) -> None:
+        """The host's part of a step whose operations a CUDA graph has done."""
+        self.network.parameters_changed()
 
     def prepare(self, workspace: Workspace, lr: float) -> None:
         """What a step does once for all layers, before their gradients; `lr`: of one worker."""

@@ -1,15 +1,17 @@
-"""One training step: forward, loss, backward, update; and the same as one CUDA graph (not yet seen on a GPU), which
-launches its some sixty kernels at once, as the host is too slow for one by one. The eager step is the reference, and
-what runs wherever a graph does not: on a CPU, where gradients are averaged, in the steps of NG-SGD that have work for
-the host, where layers draw random numbers, and where a graph could not be captured or gave something else when it was
-checked. A graph fixes the addresses of all tensors (so a minibatch is copied into its own), the learning rate and the
-size of the minibatch (so a change of these captures the step again)."""
+"""One training step: forward, loss, backward, update; and the same as CUDA graphs, which launch its some sixty kernels,
+with NG-SGD three hundred, at once, as the host is too slow for one by one. The eager step is the reference, and what runs
+wherever a graph does not: on a CPU, where gradients are averaged, where layers draw random numbers, and where a graph
+could not be captured or gave something else when it was checked. A graph fixes the addresses of all tensors (so a
+minibatch is copied into its own), the learning rate and the size of the minibatch (so a change of these captures the step
+again)."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +23,15 @@ from ddnn.optim.sgd import Sgd
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 Step = Callable[[Batch, float], Sums]
 """Minibatch, learning rate -> the sums of the objective's figures, a graph's overwritten by the next; changes parameters
 and optimizer."""
 
 WARM_UP = 3  # steps on the capturing stream before a capture: libraries take their memory then
-VERIFIED = 16  # minibatches of the check: NG-SGD has its first two steps without work for the host among them
+VERIFIED = (
+    16  # minibatches of the check: NG-SGD, if it updates its matrices at every fourth, has all its phases among them
+)
 LOSS_TOLERANCE, CHANGE_TOLERANCE = 1e-3, 2e-2
 """How far the graph's losses, and its change of the parameters, may be from the eager step's, relative to them. Both
 run the same kernels; a library may choose another one for a product on another stream."""
@@ -49,12 +54,20 @@ class EagerStep:
         optimizer.set_arithmetic(workspace.arithmetic)
 
     def __call__(self, batch: Batch, lr: float) -> Sums:
+        sums = self.differentiate(batch)
+        self.update(batch.num_frames, lr)
+        return sums
+
+    def differentiate(self, batch: Batch) -> Sums:
+        """Forward, objective and backward."""
         workspace = self.workspace.of(batch.num_frames)
         self.load(batch)
         sums = self.objective(workspace.forward(), batch, workspace.derivative)
         workspace.backward()
-        self.optimizer.step(workspace, lr, self.average)
         return sums
+
+    def update(self, frames: int, lr: float) -> None:
+        self.optimizer.step(self.workspace.of(frames), lr, self.average)
 
     def load(self, batch: Batch) -> None:
         """Copies the minibatch to `workspace.x` where it is elsewhere."""
@@ -63,17 +76,17 @@ class EagerStep:
             x.copy_(batch.x)
 
 
-class CudaGraph:
-    """Records a function's work on the device, to do it again without the host: a CUDA graph with its own pool of
-    memory, captured on a stream of its own. One graph at a time, as one that is destroyed takes cuBLAS's workspace of
-    its stream with it, and others captured there still use that (pytorch issue 193402)."""
+class CudaGraphs:
+    """Records the work that functions give to the device, to do it again without the host: CUDA graphs by name, each with
+    its own pool of memory, captured on a stream of their own. They are released together, as one that is destroyed takes
+    cuBLAS's workspace of its stream with it, and others captured there still use that (pytorch issue 193402)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
-    def warm_up(self, run: Callable[[], Sums]) -> None:
+    def warm_up(self, run: Callable[[], object]) -> None:
         """Runs it `WARM_UP` times where it will be captured."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -82,7 +95,7 @@ class CudaGraph:
                 run()
         current.wait_stream(self._stream)
 
-    def capture(self, run: Callable[[], Sums]) -> Sums:
+    def capture(self, name: Hashable, run: Callable[[], Result]) -> Result:
         """Records it without running it; the results are filled by `replay`. RuntimeError where it cannot be.
 
         Other threads may keep using the device: they read minibatches ahead."""
@@ -93,70 +106,103 @@ class CudaGraph:
                 result = run()
         finally:
             torch.cuda.set_stream(current)  # a capture that fails at its end leaves its own stream behind
-        self._graph = graph
+        self._graphs[name] = graph
         return result
 
-    def replay(self) -> None:
-        """Does what was captured, in the order of the current stream."""
-        assert self._graph is not None
-        self._graph.replay()
+    def replay(self, name: Hashable) -> None:
+        """Does what was captured under this name, in the order of the current stream."""
+        self._graphs[name].replay()
 
     def release(self) -> None:
-        """Gives back what the last capture holds."""
-        if self._graph is not None:
-            torch.cuda.synchronize(self._device)  # it may be running
-            self._graph.reset()
-        self._graph = None
+        """Gives back what the captures hold."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)  # they may be running
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
 
 
 class CudaGraphStep:
-    """The eager step as a graph, captured at the first minibatch and whenever learning rate or minibatch size change. Where a
-    capture fails, a warning gives the reason, and the eager step runs from then on. It may have no host work but
-    NG-SGD's updates of the Fisher matrices, whose steps are left to it."""
+    """The eager step as graphs, captured at the first minibatch and whenever learning rate or minibatch size change. Without
+    work for the host the whole step is one graph. Else there is one up to the derivatives, during which the host does
+    what the last step has left to it, and one for each `Sgd.phase` of the update. Where a capture fails, a warning gives
+    the reason, and the eager step runs from then on."""
 
-    def __init__(self, eager: EagerStep, graph: CudaGraph) -> None:
-        self.eager, self.optimizer, self.graph = eager, eager.optimizer, graph
+    def __init__(self, eager: EagerStep, graphs: CudaGraphs) -> None:
+        self.eager, self.optimizer, self.graphs = eager, eager.optimizer, graphs
         self.disabled = False  # a capture has failed
-        self._captured: tuple[float, int] | None = None  # for this learning rate and minibatch size
+        self._made_for: tuple[float, int] | None = None  # this learning rate and minibatch size
         self._labels = torch.empty(0)
-        self._result: Sums | None = None
+        self._results: dict[Hashable, Any] = {}  # of the graphs
 
     def __call__(self, batch: Batch, lr: float) -> Sums:
-        if self.disabled or needs_host_update(self.optimizer):
-            return self.eager(batch, lr)
-        if self._captured != (lr, batch.num_frames):
-            self._capture(batch, lr)
-        if self._result is None:
+        size, optimizer = batch.num_frames, self.optimizer
+        if not self.disabled and self._made_for != (lr, size):
+            self._prepare(batch, lr)
+        if self.disabled:
+            self.graphs.release()
             return self.eager(batch, lr)
         self._copy_inputs(batch)
-        self.graph.replay()
-        self.optimizer.network.parameters_changed()
-        for preconditioner in self.optimizer.preconditioners:
-            preconditioner.t += 1  # what `apply` does on the host
-        return self._result
+        own, replayed = self._own_batch(size), partial(optimizer.replayed, size)
+        if not optimizer.preconditioners:
+            return self._do("step", partial(self.eager, own, lr), replayed)
+        sums = self._do("derivatives", partial(self.eager.differentiate, own))
+        optimizer.finish_on_host()
+        phase, update = optimizer.phase(size), partial(self.eager.update, size, lr)
+        if phase is None:
+            update()
+        else:
+            self._do(phase, update, replayed)
+        return sums
 
     def _copy_inputs(self, batch: Batch) -> None:
         self.eager.load(batch)
         self._labels.copy_(batch.labels)
 
-    def _capture(self, batch: Batch, lr: float) -> None:
-        self._captured = self._result = None
+    def _own_batch(self, size: int) -> Batch:
+        return Batch(self.eager.workspace.x[:size], self._labels)
+
+    def _prepare(self, batch: Batch, lr: float) -> None:
+        """Gives back the graphs, and warms up for those of another learning rate or size of a minibatch."""
         size = batch.num_frames
+        self._results.clear()
         self._labels = self._labels if len(self._labels) == size else batch.labels.clone()
         self._copy_inputs(batch)
-        own = Batch(self.eager.workspace.x[:size], self._labels)
-        snapshot = Snapshot(self.optimizer)
+        own, snapshot = self._own_batch(size), Snapshot(self.optimizer)
         try:
-            self.graph.release()
-            self.graph.warm_up(lambda: self.eager(own, lr))
-            snapshot.restore()
-            self._result = self.graph.capture(lambda: self.eager(own, lr))
-            self._captured = lr, size
+            self.graphs.release()
+            self.graphs.warm_up(lambda: self.eager(own, lr))
+            self._made_for = lr, size
         except RuntimeError as error:
-            self.disabled = True
-            log.warning("the step could not be captured as a CUDA graph, the eager step trains: %s", error)
+            self._give_up(error)
         finally:
             snapshot.restore()
+
+    def _do(self, name: Hashable, run: Callable[[], Result], replayed: Callable[[], None] = lambda: None) -> Result:
+        """`run` by the graph of that name, which is captured if there is none, and `replayed` after it; without a graph
+        `run` itself."""
+        if name not in self._results and not self.disabled:
+            self._capture(name, run)
+        if self.disabled:
+            return run()
+        self.graphs.replay(name)
+        replayed()
+        return cast(Result, self._results[name])
+
+    def _capture(self, name: Hashable, run: Callable[[], object]) -> None:
+        sides = self.optimizer.preconditioners
+        states = [side.host_state() for side in sides]
+        try:
+            self._results[name] = self.graphs.capture(name, run)
+        except RuntimeError as error:
+            self._give_up(error)
+        finally:
+            for side, state in zip(sides, states, strict=True):
+                side.set_host_state(state)
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self.disabled = True
+        log.warning("the step could not be captured as a CUDA graph, the eager step trains: %s", error)
 
 
 class Snapshot:
@@ -172,18 +218,13 @@ class Snapshot:
         self._optimizer.load_state_dict(self._state)
 
 
-def needs_host_update(optimizer: Sgd) -> bool:
-    """Whether the next step starts an update of Fisher matrices, or ends the one that the last step started."""
-    return any(one.updates_at(one.t) or one.updates_at(one.t - 1) for one in optimizer.preconditioners)
-
-
 def make_step(eager: EagerStep, sample: Callable[[int], list[Batch]], lr: float, *, graphs: bool = True) -> Step:
     """The eager step, or on a GPU the same as a CUDA graph where `graphs` are allowed and it does the same here: at
     `lr`, on some minibatches that `sample` (`BatchLoader.sample`) gives."""
     device = eager.workspace.x.device
     if device.type != "cuda" or not graphs or eager.average is not None or eager.workspace.generator is not None:
         return eager
-    return verified(CudaGraphStep(eager, CudaGraph(device)), sample(VERIFIED), lr)
+    return verified(CudaGraphStep(eager, CudaGraphs(device)), sample(VERIFIED), lr)
 
 
 def verified(graphed: CudaGraphStep, minibatches: list[Batch], lr: float) -> Step:
@@ -213,7 +254,7 @@ def verified(graphed: CudaGraphStep, minibatches: list[Batch], lr: float) -> Ste
         "(%.0e)",
         *(len(minibatches), loss, LOSS_TOLERANCE, moved, CHANGE_TOLERANCE),
     )
-    graphed.graph.release()
+    graphed.graphs.release()
     return graphed.eager
 
 

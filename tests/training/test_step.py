@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training.toy import NoCheckpoints
 from twins import batch_of, biases
 
@@ -40,12 +42,11 @@ from ddnn.training.evaluation import CrossValidation, FigureSums, evaluate
 from ddnn.training.loop import train
 from ddnn.training.step import (
     VERIFIED,
-    CudaGraph,
+    CudaGraphs,
     CudaGraphStep,
     EagerStep,
     Snapshot,
     make_step,
-    needs_host_update,
     verified,
 )
 from ddnn.training.trainer import Trainer
@@ -107,39 +108,56 @@ def make_task(
     return Task(model, dataset.to(device).subset([0]), make_optimizer(options, model.network), precision)
 
 
-class FakeGraph:
-    """Runs the function again where CUDA would replay its kernels, into results that stay the same tensors."""
+class FakeGraphs:
+    """Runs a function again where CUDA would replay its kernels, into results that stay the same tensors."""
 
-    def __init__(self, optimizer: Sgd, fails: Exception | None = None, wrong: Tensor | None = None) -> None:
-        self.optimizer, self.fails, self.wrong = optimizer, fails, wrong
-        self.captures = self.replays = self.held = 0
+    def __init__(self, eager: EagerStep, fails: Exception | None = None, wrong: Tensor | None = None) -> None:
+        self.eager, self.optimizer, self.fails, self.wrong = eager, eager.optimizer, fails, wrong
+        self.captures: list[Any] = []
+        self.replays: list[Any] = []
+        self.runs: dict[Any, Callable[[], Any]] = {}
+        self.results: dict[Any, Any] = {}
 
     def warm_up(self, run: Callable[[], Sums]) -> None:
+        assert not self.runs, "graphs are released before others are made"
         for _ in range(3):
             run()
 
-    def capture(self, run: Callable[[], Sums]) -> Sums:
-        self.captures += 1
-        self.held += 1
-        assert self.held == 1, "one graph at a time"
-        assert not needs_host_update(self.optimizer), "the host cannot be captured"
-        run()  # as CUDA, changes what the host counts; worse, the parameters too
+    def capture(self, name: Any, run: Callable[[], Any]) -> Any:
+        self.captures.append(name)
+        held = [*_tensors(self.eager)]
+        before = [tensor.clone() for tensor in held]
+        result = run()  # as CUDA, changes what the host counts; worse, the tensors too
+        for tensor, value in zip(held, before, strict=True):
+            tensor.copy_(value)
         if self.fails is not None:
             raise self.fails
-        self.run, self.result = run, (torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64))
-        return self.result
+        self.runs[name] = run
+        self.results[name] = None if result is None else tuple(torch.zeros_like(one) for one in result)
+        return self.results[name]
 
-    def replay(self) -> None:
-        self.replays += 1
-        for kept, made in zip(self.result, self.run(), strict=True):
+    def replay(self, name: Any) -> None:
+        self.replays.append(name)
+        sides = self.optimizer.preconditioners
+        assert name == "derivatives" or not any(side._pending_n for side in sides), "the host cannot be captured"
+        states = [side.host_state() for side in sides]
+        for kept, made in zip(self.results[name] or (), self.runs[name]() or (), strict=True):
             kept.copy_(made)
-        for side in self.optimizer.preconditioners:
-            side.t -= 1  # the host does nothing in a replay
+        for side, state in zip(sides, states, strict=True):
+            side.set_host_state(state)  # the host does nothing in a replay
         if self.wrong is not None:
             self.wrong.add_(1e-3)
 
     def release(self) -> None:
-        self.held = 0
+        self.runs.clear()
+
+
+def _tensors(eager: EagerStep) -> Iterator[Tensor]:
+    """What a step changes on the device."""
+    optimizer = eager.optimizer
+    yield from (optimizer.network.parameters, optimizer.momentum_buffer, *tree_leaves(eager.workspace._memory))
+    for side in optimizer.preconditioners:
+        yield from (side.w, side.j, side._stats)
 
 
 def losses_of(
@@ -160,50 +178,55 @@ def losses_of(
 def test_a_graph_trains_as_the_eager_step_does(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the same bits over 200 minibatches, through a change of the rate; the check before leaves no trace."""
     plain, other = make_task(kind), make_task(kind)
-    graph, eager = FakeGraph(other.optimizer), other.eager()
-    graphed = CudaGraphStep(eager, graph)
+    eager = other.eager()
+    graphs = FakeGraphs(eager)
+    graphed = CudaGraphStep(eager, graphs)
     assert verified(graphed, other.sample(eager), RATE) is graphed
-    assert graph.replays > 0
+    assert graphs.replays
     assert torch.equal(other.network.parameters, plain.network.parameters)
 
-    replaying, updates = False, []
-    start, finish, replay = NaturalGradient.update_from_rows, NaturalGradient.finish_update, graph.replay
+    replaying, eigendecompositions = False, []
+    factor, replay = NaturalGradient._factor, graphs.replay
 
-    def started(self: NaturalGradient, *args: Any) -> None:
-        updates.append(replaying)
-        start(self, *args)
+    def factored(self: NaturalGradient, n: int) -> Any:
+        eigendecompositions.append(replaying)
+        return factor(self, n)
 
-    def finished(self: NaturalGradient) -> None:
-        if self._pending_n:
-            updates.append(replaying)
-        finish(self)
-
-    def replayed() -> None:
+    def replayed(name: Any) -> None:
         nonlocal replaying
         replaying = True
-        replay()
+        replay(name)
         replaying = False
 
-    monkeypatch.setattr(NaturalGradient, "update_from_rows", started)
-    monkeypatch.setattr(NaturalGradient, "finish_update", finished)
-    monkeypatch.setattr(graph, "replay", replayed)
-    graph.replays = graph.captures = 0
+    monkeypatch.setattr(NaturalGradient, "_factor", factored)
+    monkeypatch.setattr(graphs, "replay", replayed)
+    graphs.replays.clear()
+    graphs.captures.clear()
     rates = (RATE, RATE / 2)
     assert losses_of(other, graphed, 100, rates) == losses_of(plain, plain.eager(), 100, rates)
     assert torch.equal(other.network.parameters, plain.network.parameters)
     assert torch.equal(other.optimizer.momentum_buffer, plain.optimizer.momentum_buffer)
     for one, twin in zip(other.optimizer.preconditioners, plain.optimizer.preconditioners, strict=True):
-        assert one.t == twin.t and torch.equal(one.w, twin.w)
-    assert not any(updates), "a graph holds no work of the host"
-    assert bool(updates) == (kind == "ng-sgd")
-    assert graph.captures == 1, "the first rate's graph is that of the check"
-    assert graph.replays == (200 if kind == "sgd" else 200 - 12 - 2 * 47)
+        assert one.t == twin.t and one.rho == twin.rho and torch.equal(one.w, twin.w)
+        assert np.array_equal(one.d, twin.d)
+    assert not any(eigendecompositions), "a graph holds no work of the host"
+    assert bool(eigendecompositions) == (kind == "ng-sgd")
+    if kind == "sgd":
+        assert graphs.captures == ["step"], "the first rate's graph is that of the check"
+        assert graphs.replays == 200 * ["step"]
+    else:
+        assert graphs.captures.count("derivatives") == 1 and len(graphs.captures) <= 5
+        replays = Counter(graphs.replays)
+        begins = replays[False, True] + replays[True, True]
+        assert replays.pop("derivatives") == 200
+        assert replays.total() == 199, "all but the first minibatch, which makes three updates"
+        assert begins == 10 + 47
 
 
 def test_a_graph_that_cannot_be_captured_leaves_the_eager_step(caplog: pytest.LogCaptureFixture) -> None:
     task, twin = make_task("ng-sgd"), make_task("ng-sgd")
     eager = task.eager()
-    graphed = CudaGraphStep(eager, FakeGraph(task.optimizer, RuntimeError("made up")))
+    graphed = CudaGraphStep(eager, FakeGraphs(eager, RuntimeError("made up")))
     with caplog.at_level(logging.WARNING, "ddnn"):
         assert verified(graphed, task.sample(eager), RATE) is eager
     assert "could not be captured" in caplog.text and "made up" in caplog.text
@@ -214,28 +237,29 @@ def test_a_graph_that_cannot_be_captured_leaves_the_eager_step(caplog: pytest.Lo
 def test_a_capture_that_fails_later_leaves_the_eager_step_too(caplog: pytest.LogCaptureFixture) -> None:
     """As memory may be short once the rate has changed."""
     task, twin = make_task(), make_task()
-    graph = FakeGraph(task.optimizer)
-    graphed = CudaGraphStep(task.eager(), graph)
+    eager = task.eager()
+    graphs = FakeGraphs(eager)
+    graphed = CudaGraphStep(eager, graphs)
     expected = losses_of(twin, twin.eager(), 10, (RATE, RATE / 2))
     found = losses_of(task, graphed, 10)
-    graph.fails = torch.OutOfMemoryError("made up")
+    graphs.fails = torch.OutOfMemoryError("made up")
     order = ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(200)
     found += [graphed(task.batch(graphed, rows), RATE / 2)[0].item() for rows in itertools.islice(order, 10)]
     assert found == expected
-    assert graph.captures == 2 and graph.replays == 10 and len(caplog.records) == 1
+    assert len(graphs.captures) == 2 and len(graphs.replays) == 10 and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("nan", [False, True])
 def test_a_graph_that_does_something_else_is_found_out(nan: bool, caplog: pytest.LogCaptureFixture) -> None:
     task, twin = make_task(), make_task()
     network, eager = task.network, task.eager()
-    graph = FakeGraph(task.optimizer, wrong=biases(network)[0])
+    graphs = FakeGraphs(eager, wrong=biases(network)[0])
     if nan:
-        graph.wrong = network.parameters.new_full((), float("nan"))
+        graphs.wrong = network.parameters.new_full((), float("nan"))
         network.parameters[0] = float("nan")
         network.parameters_changed()
-    assert verified(CudaGraphStep(eager, graph), task.sample(eager), RATE) is eager
-    assert "is not the eager one" in caplog.text and graph.held == 0
+    assert verified(CudaGraphStep(eager, graphs), task.sample(eager), RATE) is eager
+    assert "is not the eager one" in caplog.text and not graphs.runs
     if not nan:
         assert torch.equal(network.parameters, twin.network.parameters)
 
@@ -244,13 +268,14 @@ def test_a_graph_that_does_something_else_is_found_out(nan: bool, caplog: pytest
 def test_a_minibatch_of_another_size_captures_again(kind: Kind) -> None:
     """As between two epochs of a growing minibatch; a tensor of one row would fit into any, to be repeated."""
     task, twin = make_task(kind), make_task(kind)
-    eager, graph = twin.eager(), FakeGraph(task.optimizer)
-    graphed = CudaGraphStep(task.eager(), graph)
+    eager, own = twin.eager(), task.eager()
+    graphs = FakeGraphs(own)
+    graphed = CudaGraphStep(own, graphs)
     for size in (1, 8, MINIBATCH, 8):
         for rows in torch.split(task.train.indices[: 16 * size], size):
             assert graphed(task.batch(graphed, rows), RATE)[0] == eager(twin.batch(eager, rows), RATE)[0]
     assert torch.equal(task.network.parameters, twin.network.parameters)
-    assert graph.captures == 4 and graph.replays > 20
+    assert graphs.captures.count("step" if kind == "sgd" else "derivatives") == 4 and len(graphs.replays) > 20
 
 
 def test_a_minibatch_elsewhere_in_memory_is_copied() -> None:
@@ -266,7 +291,8 @@ def test_a_minibatch_elsewhere_in_memory_is_copied() -> None:
 def test_a_replay_is_seen_by_what_copies_the_parameters(kind: Kind) -> None:
     """In bf16, also where another workspace has made its copy in between."""
     task, twin = make_task(kind, precision="bf16"), make_task(kind, precision="bf16")
-    graphed, eager = CudaGraphStep(task.eager(), FakeGraph(task.optimizer)), twin.eager()
+    own, eager = task.eager(), twin.eager()
+    graphed = CudaGraphStep(own, FakeGraphs(own))
     onlooker = task.eager().workspace
     for rows in task.train.indices[: 30 * MINIBATCH].split(MINIBATCH):
         found, expected = (step(one.batch(step, rows), RATE)[0] for step, one in ((graphed, task), (eager, twin)))
@@ -294,14 +320,29 @@ def test_how_often_fisher_matrices_are_updated_is_known_before_the_first_step(ex
     assert all(one.updates_rarely is not exact for one in optimizer.preconditioners)
 
 
-def test_which_steps_of_ng_sgd_have_work_for_the_host() -> None:
+def test_which_steps_of_ng_sgd_end_and_begin_updates() -> None:
     task = make_task("ng-sgd")
-    step, found = task.eager(), []
+    step, phases = task.eager(), []
     for _ in range(20):
-        found.append(needs_host_update(task.optimizer))
+        task.optimizer.finish_on_host()
+        phases.append(task.optimizer.phase(MINIBATCH))
         step(task.batch(step, task.train.indices[:MINIBATCH]), RATE)
-    assert found == 12 * [True] + 2 * ([False] * 2 + [True] * 2)
-    assert not needs_host_update(make_task().optimizer)
+    ends, begins = (True, False), (False, True)
+    rest = 2 * [(False, False)]
+    assert phases == [None, *10 * [(True, True)], ends, *rest, begins, ends, *rest, begins, ends]
+    assert make_task().optimizer.phase(MINIBATCH) == ()
+
+
+def test_an_update_that_may_wait_for_the_device_is_in_no_graph() -> None:
+    task = make_task("ng-sgd")
+    losses_of(task, task.eager(), 5)
+    task.optimizer.finish_on_host()
+    side = task.optimizer.preconditioners[1]
+    assert side._update is not None and task.optimizer.phase(MINIBATCH) is not None
+    side._update = side._update._replace(may_be_skewed=True)
+    assert task.optimizer.phase(MINIBATCH) is None
+    side._update = None  # one whose minibatch was not finite, beside others
+    assert task.optimizer.phase(MINIBATCH) is None
 
 
 def test_the_state_of_a_training_is_taken_back_to_the_same_bits() -> None:
@@ -399,25 +440,25 @@ def test_common_steps_of_ng_sgd_wait_for_nothing() -> None:
     step, common = task.eager(), 0
     for rows in itertools.islice(itertools.cycle(task.train.indices[: 8 * MINIBATCH].split(MINIBATCH)), 50):
         batch = task.batch(step, rows)
-        if needs_host_update(task.optimizer):
+        task.optimizer.finish_on_host()
+        if task.optimizer.phase(MINIBATCH) is None:
             step(batch, RATE)
             continue
         common += 1
         with HostWaits(CPU) as waits:
             step(batch, RATE)
         assert waits.found == []
-    assert common == 20
+    assert common == 49, "all but the first"
 
 
 def on_gpu(kind: Kind) -> tuple[Task, CudaGraphStep]:
     task = make_task(kind, torch.device("cuda", 0), frames=20_000, hidden=256)
-    return task, CudaGraphStep(task.eager(), CudaGraph(torch.device("cuda", 0)))
+    return task, CudaGraphStep(task.eager(), CudaGraphs(torch.device("cuda", 0)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["sgd", "ng-sgd"])
 def test_a_cuda_graph_trains_as_the_eager_step_does(kind: Kind) -> None:
-    """Not yet seen on a GPU."""
     plain = make_task(kind, torch.device("cuda", 0), frames=20_000, hidden=256)
     task, graphed = on_gpu(kind)
     rates = (RATE, RATE / 2)
@@ -429,7 +470,6 @@ def test_a_cuda_graph_trains_as_the_eager_step_does(kind: Kind) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
 def test_no_step_of_sgd_waits_for_a_gpu(graph: bool) -> None:
-    """Not yet seen on a GPU."""
     task, graphed = on_gpu("sgd")
     step = graphed if graph else task.eager()
     sums, order = FigureSums(torch.device("cuda", 0)), list(ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(1))
@@ -446,7 +486,7 @@ def test_no_step_of_sgd_waits_for_a_gpu(graph: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["sgd", "ng-sgd"])
 def test_memory_does_not_grow(kind: Kind) -> None:
-    """Over 10,000 minibatches, with a new capture now and then. Not yet seen on a GPU."""
+    """Over 10,000 minibatches, with a new capture now and then."""
     task, step = on_gpu(kind)
     held = []
     for epoch in range(10):
@@ -568,7 +608,7 @@ def test_one_graph_at_a_time_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().__call__(batch, lr)
 
     eager = task.eager()
-    graphed = CudaGraphStep(Told(eager.workspace, eager.optimizer), CudaGraph(CPU))
+    graphed = CudaGraphStep(Told(eager.workspace, eager.optimizer), CudaGraphs(CPU))
     for rate in (RATE, RATE, RATE / 2):
         graphed(task.batch(graphed, task.train.indices[:MINIBATCH]), rate)
     captured = ["step aside"] * 3 + ["capture", "step aside", "replay"]
@@ -578,6 +618,6 @@ def test_one_graph_at_a_time_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, task = FakeCuda(monkeypatch, fails=True), make_task()
-    graphed = CudaGraphStep(task.eager(), CudaGraph(CPU))
+    graphed = CudaGraphStep(task.eager(), CudaGraphs(CPU))
     graphed(task.batch(graphed, task.train.indices[:MINIBATCH]), RATE)
     assert graphed.disabled and cuda.current == "main stream"
