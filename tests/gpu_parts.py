@@ -221,7 +221,7 @@ def profile(found: Found, device: str, size: Size, folder: Path) -> None:
             run = steps(task, make_arithmetic(precision, on), optimizer, graphs)
             profile_step(found, row, run, size.profiled, on, activities)
     found.note(
-        "Host waits are synchronizing CUDA calls per minibatch; NG-SGD waits for an event besides, in every minibatch "
+        "Host waits are synchronizing CUDA calls per minibatch; NG-SGD waits for an event besides, before every minibatch "
         "that ends an update. Busy: time in kernels (in operators on a CPU) over the time of a minibatch without profiler."
     )
 
@@ -231,7 +231,7 @@ def profile_step(
 ) -> None:
     """Adds what `n` minibatches show to the row."""
     gpu = on.type == "cuda"
-    is_graph = run(20, LR)  # NG-SGD updates its Fisher matrices in each of the first
+    is_graph = run(20, LR)  # NG-SGD updates its Fisher matrices in each of the first 11
     found.expect(is_graph == (row["step"] == "graph"), f"{row}: the step is not a CUDA graph")
     row["ms"], row["host waits"] = 1e3 * seconds_per_call(lambda: run(n, LR), 1, on) / n, NOT_ON_CPU
     if gpu:
@@ -240,7 +240,7 @@ def profile_step(
             torch.cuda.set_sync_debug_mode("warn")
             run(n, LR)
             torch.cuda.set_sync_debug_mode("default")
-        row["host waits"] = waits = sum("synchroniz" in str(one.message) for one in told) / n
+        row["host waits"] = waits = sum("called a synchronizing" in str(one.message) for one in told) / n
         found.expect(row["optimizer"] != "sgd" or waits == 0, f"{row}: SGD waits for the GPU")
     with torch.profiler.profile(activities=activities) as profiler:
         run(n, LR)

@@ -91,6 +91,9 @@ class Projection:
         self.arithmetic.load_rows(x, wide, self.before)
         return wide, torch.mm(wide, w.t(), out=self._float32_h)
 
+    def take(self, w: Tensor) -> None:
+        """Before `project`, where w has other values than before: makes what depends on w alone."""
+
     def project(self, x: Tensor, w: Tensor) -> None:
         """h <- H, of x (rows, columns) and w."""
         self.x = x
@@ -111,33 +114,50 @@ class RoundedProjection(Projection):
     """In the memory of x, W and H rounded to its type, the norms of X^ those of what is rounded. H W takes away nearly all
     of the first `NUM_COMPENSATED_ROWS` directions: what rounding cut from their H and W is multiplied by itself. Waits for no GPU."""
 
+    def __init__(self, *memory: Any) -> None:
+        super().__init__(*memory)
+        self._one = self.before.new_ones(())
+        self._w = self._bias = torch.empty(0)
+
+    def take(self, w: Tensor) -> None:
+        """The factor of `remove`: W rounded, what rounding cut from its first rows, and these again."""
+        columns, first = w.shape[1] - (self.bias_column is not None), slice(NUM_COMPENSATED_ROWS)
+        low = w.to(self.arithmetic.dtype)
+        rest = (w[first] - low[first]).to(low.dtype)
+        parts = [low[:, :columns], rest[:, :columns], low[first, :columns]]
+        if not len(self._w):
+            self._w, self._bias = torch.cat(parts), low[:, columns:].clone()
+        torch.cat(parts, out=self._w)  # a CUDA graph reads this memory
+        self._bias.copy_(low[:, columns:])
+
     def project(self, x: Tensor, w: Tensor) -> None:
-        self.x, columns = x, x.shape[1]
-        low = w[:, :columns].to(x.dtype)
+        self.x = x
+        low = self._w[: len(w)]
         self.h = x.new_empty((len(x), len(w)), dtype=torch.float32)
         if self.arithmetic.gradient_dtype == torch.float32:
             matmul_out(x, low.t(), self.h)
         else:
             torch.mm(x.float(), low.float().t(), out=self.h)
         if self.bias_column is not None:
-            self.h += w[:, columns].to(x.dtype)
+            self.h += self._bias.view(-1)
 
     def rows_and_h(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """H of the unrounded W."""
         return self.load(self.x, w)
 
     def remove(self, w: Tensor, j: Tensor | None = None) -> Tensor:
-        x, h, last = self.x, self.h, self.bias_column
-        columns = x.shape[1]
+        x, h, last, rank = self.x, self.h, self.bias_column, len(w)
         torch.linalg.vector_norm(x, dim=1, dtype=torch.float32, out=self.before)
         if last is not None:
-            self.before.hypot_(self.before.new_ones(()))
-            torch.sub(1.0, h @ w[:, columns], out=last)
-        low, rounded = w[:, :columns].to(x.dtype), h.to(x.dtype)
-        rest_h = (h - rounded)[:, :NUM_COMPENSATED_ROWS].to(x.dtype)
-        rest_w = (w[:NUM_COMPENSATED_ROWS, :columns] - low[:NUM_COMPENSATED_ROWS]).to(x.dtype)
-        factors = torch.cat([rounded, rounded[:, :NUM_COMPENSATED_ROWS], rest_h], dim=1)
-        x.addmm_(factors, torch.cat([low, rest_w, low[:NUM_COMPENSATED_ROWS]]), alpha=-1.0)
+            self.before.hypot_(self._one)
+            torch.sub(1.0, h @ w[:, x.shape[1]], out=last)
+        factors = x.new_empty(len(x), len(self._w))
+        rounded, again, rest = factors.split_with_sizes([rank, *2 * [(len(self._w) - rank) // 2]], dim=1)
+        first = h[:, :NUM_COMPENSATED_ROWS]
+        rounded.copy_(h)
+        again.copy_(first)
+        torch.sub(first, again, out=rest)
+        x.addmm_(factors, self._w, alpha=-1.0)
         torch.linalg.vector_norm(x, dim=1, dtype=torch.float32, out=self.after)
         if last is not None:
             self.after.hypot_(last)

@@ -39,18 +39,19 @@ that e = 1 / (2 + (D+r) alpha/D); then 3 updates on the first minibatch, 1 if N 
 **What is computed where.** X, H, J, K, L and W live on the device, in float32, except X and H where an arithmetic
 rounds them (`ddnn.nn.arithmetic.Projection`). Z, C, U, d and rho are float64 on the
 host. An update takes effect at the next call, so it is cut in three: the call that updates queues J, K, L and their
-copy to pinned host memory and returns; before the next one `factor` does the r x r eigendecomposition on the host, which
-may have queued other work for the device until then; and that call queues W'. The numbers are those of an update on the
-spot. What is queued depends on the host only in whether an update begins or ends, so that a CUDA graph may hold it:
-`replayed` is the host's part of such a minibatch. The orthonormality check, when C was floored or badly conditioned, waits
-for the device (it needs W' W'^T), as do the 3 updates of the first minibatch.
+copy to pinned host memory and returns; before the next one `factor` does the r x r eigendecomposition on the host, and
+`apply` queues W'. The numbers are those of an update on the spot. On a GPU the host and a stream beside that of the
+training do both while the derivatives of the next minibatch are computed (`NgSgd.finish_updates`). What a minibatch
+queues then depends on the host only in whether an update begins, so that a CUDA graph may hold it: `replayed` is the host's
+part of such a minibatch. The orthonormality check, when C was floored or badly conditioned, waits for `apply` (it needs
+W' W'^T); the 3 updates of the first minibatch wait for everything before.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -125,6 +126,7 @@ class NaturalGradient:
         e = 1.0 / (2.0 + (dim + r) * options.alpha / dim)
         self.w = (_first_r(r, dim) * math.sqrt(e)).to(self.device, torch.float32)
         self._w_t = self.w.T
+        self.w_changes = 0  # how often W was given other values
         self.j = torch.empty_like(self.w)
         self._j_t = self.j.T
         # K, L and |X|_F travel to the host in one copy; A and the coefficients of W come back in another. On the CPU
@@ -138,7 +140,6 @@ class NaturalGradient:
         self._back_host = torch.empty(r * r + r, pin_memory=True) if on_gpu else self._back
         self._a, self._retained = _split(self._back, (r, r), (r, 1))
         self._a_host, self._retained_host = (v.numpy() for v in _split(self._back_host, (r, r), (r, 1)))
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._pending_n = 0  # rows of the minibatch whose K and L are on their way to the host, 0 if none are
         self._update: _FisherUpdate | None = None  # that `factor` has made, to be applied
 
@@ -214,6 +215,7 @@ class NaturalGradient:
             if not (positive and bool(torch.isfinite(value).all())):
                 raise DataError(f"natural gradient state: {name} has values outside its range", hint=hint)
         self.w.copy_(state["w"])
+        self.w_changes += 1
         self.d = state["d"].cpu().numpy().copy()
         self.rho, self.t, self._pending_n, self._update = float(state["rho"]), int(state["t"]), 0, None
 
@@ -224,60 +226,50 @@ class NaturalGradient:
         """Queues K, and the copy of K, L and |X|_F to the host."""
         torch.mm(self.j, self._j_t, out=self._k)
         torch.linalg.vector_norm(row_norms, out=self._norm)
-        if self._copied is not None:
+        if self._stats_host is not self._stats:
             self._stats_host.copy_(self._stats, non_blocking=True)
-        self._sent(row_norms.shape[0])
-
-    def _sent(self, n: int) -> None:
-        self._pending_n = n
-        if self._copied is not None and not torch.cuda.is_current_stream_capturing():
-            self._copied.record(torch.cuda.current_stream(self.device))
+        self._pending_n = row_norms.shape[0]
 
     def finish_update(self) -> None:
         """Brings W, d and rho up to date with the last minibatch, if that is still to be done; `begin_minibatch` and
-        `state_dict` call it themselves."""
+        `state_dict` call it themselves. Waits for the device."""
+        if self.pending and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         self.factor()
+        self.apply()
+
+    @property
+    def pending(self) -> bool:
+        """Whether an update has begun that is to be finished."""
+        return self._pending_n > 0
+
+    def factor(self) -> None:
+        """The host's part of an update, once K and L are there; in any thread."""
+        n, self._pending_n = self._pending_n, 0
+        self._update = self._factor(n) if n else None
+
+    def apply(self) -> None:
+        """The device's part of an update after `factor`, in the current stream."""
         update, self._update = self._update, None
         if update is not None:
             self._apply_factor(update)
 
-    def factor(self) -> None:
-        """Does the host's part of an update that is under way; the device's part is left to `finish_update`. May be called
-        in any thread."""
-        n, self._pending_n = self._pending_n, 0
-        if n:
-            self._update = self._factor(n)
-
-    def phase(self, n: int) -> tuple[bool, bool] | None:
-        """After `factor`: whether a minibatch of n rows ends an update and whether it begins one, on which what it queues
-        for the device depends; None where it may wait for the device, too."""
-        update = self._update
-        if self.initial_updates(n) or (update is not None and update.may_be_skewed):
-            return None
-        return update is not None, self.updates_at(self.t)
-
     def replayed(self, n: int) -> None:
-        """What the host does in a minibatch of n rows whose work on the device a CUDA graph has done, in the `phase` it was
-        captured in."""
-        if self._update is not None:
-            self.d, self.rho = self._update.d, self._update.rho
-            self._update = None
+        """The host's part of a minibatch of n rows whose work on the device a CUDA graph has done."""
         self.t += 1
         if self.updates_at(self.t - 1):
-            self._sent(n)
+            self._pending_n = n
 
-    def host_state(self) -> tuple[Any, ...]:
+    def host_state(self) -> tuple[int, int]:
         """What a minibatch changes on the host, for `set_host_state`: capturing a CUDA graph changes nothing else."""
-        return self.d, self.rho, self.t, self._pending_n, self._update
+        return self.t, self._pending_n
 
-    def set_host_state(self, state: tuple[Any, ...]) -> None:
-        self.d, self.rho, self.t, self._pending_n, self._update = state
+    def set_host_state(self, state: tuple[int, int]) -> None:
+        self.t, self._pending_n = state
 
     def _factor(self, n: int) -> _FisherUpdate | None:
         """The r x r part of an update from a minibatch of n rows, by the host; None where the minibatch holds NaN or
         infinity: gamma and X^ show it, the Fisher matrix stays clean. A and the factors of W go to the pinned memory."""
-        if self._copied is not None:
-            self._copied.synchronize()
         r, dim, eta, d, rho = self.rank, self.dim, self._eta(n), self.d, self.rho
         norm = float(self._norm_host)
         e_inv = 1.0 / np.sqrt(_e(d, rho, self.options.alpha, dim))
@@ -311,13 +303,14 @@ class NaturalGradient:
 
     def _apply_factor(self, update: _FisherUpdate) -> None:
         """W, d and rho <- those after an update, by `j` and what `_factor` has left in the pinned memory."""
-        if self._copied is not None:
+        if self._back_host is not self._back:
             self._back.copy_(self._back_host, non_blocking=True)
         self.j.addcmul_(self._retained, self.w)
         torch.mm(self._a, self.j, out=self.w)
         if update.may_be_skewed:
             orthonormalize(self.w, update.e)
         self.d, self.rho = update.d, update.rho
+        self.w_changes += 1
 
 
 class Side:
@@ -329,6 +322,7 @@ class Side:
     def __init__(self, preconditioner: NaturalGradient, rows: Projection) -> None:
         self.preconditioner, self.rows = preconditioner, rows
         self._updates = False
+        self._taken = -1
 
     def precondition(self, x: Tensor) -> Tensor:
         """X^, as `Projection.remove` gives it, of x as `Projection.project` wants it, which may be overwritten."""
@@ -342,7 +336,14 @@ class Side:
             ng.update_from_rows(*self.rows.load(x, ng.w), self.rows.before)
             ng.finish_update()
         self._updates = ng.begin_minibatch(n)
+        self.take_w()
         self.rows.project(x, ng.w)
+
+    def take_w(self) -> None:
+        """Gives `rows` the W of the next minibatch, where it has changed."""
+        if self._taken != self.preconditioner.w_changes:
+            self.rows.take(self.preconditioner.w)
+            self._taken = self.preconditioner.w_changes
 
     def remove(self) -> Tensor:
         """X^, and an update of the Fisher matrix where it is due."""

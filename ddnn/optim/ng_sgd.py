@@ -18,6 +18,7 @@ The Fisher matrices are updated in float32 in both cases, but in bf16 less often
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -129,11 +130,7 @@ class NgSgd(Sgd):
         self._factors: dict[int, float] = {}  # of their gradients
         self._limited_lr = 1.0
         self._memory = _Memory(self, 0, Float32())
-        self._threads = None
-        if network.parameters.is_cuda:
-            each = torch.get_num_threads()  # of a product; a new thread would take all cores
-            number = min(HOST_THREADS, usable_cores())
-            self._threads = ThreadPoolExecutor(number, "eigh", initializer=torch.set_num_threads, initargs=(each,))
+        self._beside = _BesideGpu(network.parameters.device) if network.parameters.is_cuda else None
 
     def set_lr_scale(self, lr_scale: float) -> None:
         super().set_lr_scale(1.0 if self.options.max_change_scope == "local" else lr_scale)
@@ -146,23 +143,30 @@ class NgSgd(Sgd):
     def preconditioners(self) -> list[NaturalGradient]:
         return [side for sides in zip(*self.preconditioners_of.values(), strict=True) for side in sides if side.rank]
 
-    def finish_on_host(self) -> None:
-        """The eigendecompositions of updates of the Fisher matrices; beside a GPU, which computes meanwhile, by several
-        threads."""
-        if self._threads is None:
-            for preconditioner in self.preconditioners:
-                preconditioner.factor()
-        else:
-            list(self._threads.map(NaturalGradient.factor, self.preconditioners))
+    def finish_updates(self) -> None:
+        sides = [side for side in self.preconditioners if side.pending]
+        if not self._beside:
+            for side in sides:
+                side.finish_update()
+        elif sides:
+            self._beside.finish(sides, self._take_w)
+        self._take_w()  # also of a state that was loaded
 
     def phase(self, frames: int) -> Hashable | None:
-        phases = {side.phase(rows) for side, rows in self._sides(frames)}
-        return phases.pop() if len(phases) == 1 else None
+        if any(side.initial_updates(rows) for side, rows in self._sides(frames)):
+            return None
+        return any(side.updates_at(side.t) for side in self.preconditioners)
 
     def replayed(self, frames: int) -> None:
         super().replayed(frames)
         for side, rows in self._sides(frames):
             side.replayed(rows)
+        if self._beside:
+            self._beside.mark()
+
+    def _take_w(self) -> None:
+        for side in itertools.chain(*self._memory.sides.values()):
+            side.take_w()
 
     def _sides(self, frames: int) -> Iterator[tuple[NaturalGradient, int]]:
         """The `preconditioners`, and how many rows `frames` frames have there."""
@@ -187,6 +191,8 @@ class NgSgd(Sgd):
             part = self.parts[k]
             x, grad = part.layer.statistics(part.call(workspace))
             self._rows[k] = inputs.precondition(x), grads.precondition(grad)
+        if self._beside:
+            self._beside.mark()
 
     def scale(self, arithmetic: Float32) -> None:
         """Brings gamma and kappa into Y^, but for the factors that are left to the update."""
@@ -220,6 +226,34 @@ class NgSgd(Sgd):
             kappa = max_change_factor(norms, one, one, lr, self.options.max_change_per_sample)
             for view in out.values():
                 view.mul_(kappa)
+
+
+class _BesideGpu:
+    """Finishes updates of the Fisher matrices while the GPU computes the next derivatives: by threads of the host and on a
+    stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        each = torch.get_num_threads()  # of an eigendecomposition; a new thread would take all cores
+        number = min(HOST_THREADS, usable_cores())
+        self._threads = ThreadPoolExecutor(number, "eigh", initializer=torch.set_num_threads, initargs=(each,))
+        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._preconditioned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        """Of the current stream's work what was queued until now reads W and begins updates; nothing after it does before
+        `finish`."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._preconditioned.record(torch.cuda.current_stream(self._device))
+
+    def finish(self, sides: Sequence[NaturalGradient], then: Callable[[], None]) -> None:
+        """Finishes the updates of `sides`, and queues what is to be done with the new W, before the current stream goes on."""
+        self._preconditioned.synchronize()
+        list(self._threads.map(NaturalGradient.factor, sides))
+        with torch.cuda.stream(self._stream):
+            for side in sides:
+                side.apply()
+            then()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class _Memory:

@@ -89,7 +89,7 @@ class Sgd:
     def step(self, workspace: Workspace, lr: float, average: Callable[[Tensor], None] | None = None) -> None:
         """One update from the layer inputs and output derivatives of a minibatch, after its backward pass. `average`:
         what workers that average gradients do with theirs, in place, before it is applied."""
-        self.finish_on_host()
+        self.finish_updates()
         self.prepare(workspace, lr / self.included_lr_scale)
         by_layer = average is None and self.updates_by_layer(workspace)
         views = workspace.layer_gradients or self._views
@@ -110,11 +110,12 @@ class Sgd:
         if any([self.network.layers[i].after_update(self.network.views[i]) for i in self.trainable]):
             self.network.parameters_changed()
 
-    def finish_on_host(self) -> None:
-        """Before a step: does on the host what the last one has left to it. The device may have other work until then."""
+    def finish_updates(self) -> None:
+        """Before a step: finishes the updates of Fisher matrices that the last one began. A GPU may have other work until then,
+        which does not read them."""
 
     def phase(self, frames: int) -> Hashable | None:
-        """After `finish_on_host`: what the operations of a step on `frames` frames depend on beside their number and the
+        """After `finish_updates`: what the operations of a step on `frames` frames depend on beside their number and the
         learning rate; a CUDA graph of them does for every step in this phase. None: the step may wait for the device."""
         return ()
 

@@ -84,7 +84,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, object]] = {}  # beside each what holds its memory
 
     def warm_up(self, run: Callable[[], object]) -> None:
         """Runs it `WARM_UP` times where it will be captured."""
@@ -106,18 +106,18 @@ class CudaGraphs:
                 result = run()
         finally:
             torch.cuda.set_stream(current)  # a capture that fails at its end leaves its own stream behind
-        self._graphs[name] = graph
+        self._graphs[name] = graph, run
         return result
 
     def replay(self, name: Hashable) -> None:
         """Does what was captured under this name, in the order of the current stream."""
-        self._graphs[name].replay()
+        self._graphs[name][0].replay()
 
     def release(self) -> None:
         """Gives back what the captures hold."""
         if self._graphs:
             torch.cuda.synchronize(self._device)  # they may be running
-        for graph in self._graphs.values():
+        for graph, _ in self._graphs.values():
             graph.reset()
         self._graphs.clear()
 
@@ -147,7 +147,7 @@ class CudaGraphStep:
         if not optimizer.preconditioners:
             return self._do("step", partial(self.eager, own, lr), replayed)
         sums = self._do("derivatives", partial(self.eager.differentiate, own))
-        optimizer.finish_on_host()
+        optimizer.finish_updates()
         phase, update = optimizer.phase(size), partial(self.eager.update, size, lr)
         if phase is None:
             update()

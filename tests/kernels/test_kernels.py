@@ -301,6 +301,7 @@ def test_remove_projection_as_pytorch_does(rows: int, columns: int, one: bool, r
     for arithmetic in (BFloat16Kernels(kernels()), BFloat16(torch.device("cpu"))):
         x, (before, after, last) = values.clone(), torch.full((3, rows), float("nan"))
         of_rows = arithmetic.projection(torch.empty(rows, dim), before, after, last if one else None)
+        of_rows.take(w)
         of_rows.project(x, w)
         assert of_rows.remove(w) is x
         found.append((x.float(), before, after, last if one else before))

@@ -123,6 +123,7 @@ class SplitColumns:
             ng.finish_update()
         updates, own_j = ng.begin_minibatch(len(x)), torch.empty(0)
         w = self.own_w()
+        rows.take(w)
         rows.project(x, w)
         rows.h = self.sum(rows.h)
         if updates and not rows.gives_j:
