@@ -2,7 +2,7 @@
 
 If the features are in host memory and training runs on a GPU, a host thread splices each minibatch into one of a few
 pinned buffers, in the dataset's dtype, and starts its copy to the GPU on a separate stream. On a CPU (in tests) the thread
-does the same without pinning or copying. This has not yet been run on a GPU.
+does the same without pinning or copying.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ KERNELS_THREADS = 2
 
 CUDA_PAD_TO = 64
 """Of the outputs in bf16 on a GPU, whose library wants rows to start at multiples of 16 bytes, which those of 8806 do
-not, and likes 128. Not yet seen on a GPU."""
+not, and likes 128."""
 
 MIN_ROW_MAJOR_RANK = 48
 """Ranks from which on X W^T is a third faster than its transpose; below, the transpose is. Measured."""

@@ -317,7 +317,6 @@ def test_a_sampler_of_whole_utterances_is_all_that_a_criterion_over_utterances_n
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_prefetching_to_a_gpu_equals_features_on_the_gpu(dtype: torch.dtype) -> None:
-    """Not yet run on a GPU."""
     device = torch.device("cuda", 0)
     dataset, _ = make_corpus([4000, 3000], 40, 5, 1, dtype)
     width = 440

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -625,6 +627,18 @@ def test_one_graph_at_a_time_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = ["step aside"] * 3 + ["capture", "step aside", "replay"]
     assert cuda.calls == [*captured, "replay", "synchronize", "reset", *captured]
     assert not graphed.disabled
+
+
+def test_a_graph_keeps_the_memory_that_it_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    graphs = CudaGraphs(CPU)
+    memory = torch.zeros(3)
+    seen = weakref.ref(memory)
+    graphs.capture("part", partial(memory.add_, 1.0))
+    del memory
+    assert seen() is not None
+    graphs.release()
+    assert seen() is None
 
 
 def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
