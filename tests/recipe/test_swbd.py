@@ -36,6 +36,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "schedule.epochs": None,
     },
     "sgd": {**SGD, "schedule.initial_learning_rate": 0.002},
+    "data-parallel": {
+        **SGD,
+        "schedule.initial_learning_rate": 0.002,
+        "init": "random",
+        "minibatch_scope": "total",
+        "parallel.strategy": "gradient-all-reduce",
+    },
     "sgd-half": {**SGD, "schedule.initial_learning_rate": 0.001},
     **{name: {"parallel.strategy": name} for name in ("butterfly", "ring", "hopping-ring")},
     "bmuf": BMUF,
