@@ -20,23 +20,23 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
     "top": 3_300,
-    "averaging": 6_000,
+    "averaging": 6_200,
     "bench": 4_950,
     "cli": 5_350,
     "data": 15_600,
     "decoding": 9_100,
-    "distributed": 12_900,
+    "distributed": 13_100,
     "inspection": 6_500,
     "kaldi": 20_500,
-    "nn": 29_100,
-    "optim": 8_300,
-    "recipe": 12_050,
+    "nn": 29_500,
+    "optim": 10_400,
+    "recipe": 12_200,
     "report": 13_100,
     "reproduce": 16_000,
-    "runs": 12_600,
+    "runs": 12_650,
     "slurm": 6_600,
     "synth": 5_250,
-    "training": 34_450,
+    "training": 34_950,
     "util": 7_100,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
@@ -359,7 +359,7 @@ def test_the_training_loop_decides_nothing() -> None:
 @pytest.mark.parametrize("pattern", CHOSEN_ONCE)
 def test_choices_are_made_once(folder: str, pattern: str) -> None:
     # Where an object is chosen, or one worker has nothing to send.
-    allowed = {"averager.py": 1, "strategies.py": 3, "job.py": 1, "pretraining.py": 1}
+    allowed = {"averager.py": 2, "strategies.py": 3, "job.py": 1, "options.py": 1, "pretraining.py": 1}
     for path in sorted((PACKAGE / folder).glob("*.py")):
         assert len(re.findall(pattern, path.read_text())) <= allowed.get(path.name, 0), path.name
 
