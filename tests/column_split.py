@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from distributed.threads import run_workers
+from distributed.threads import Result, run_workers
 from torch import Tensor
 
 from ddnn.data.batches import Batch
@@ -63,10 +63,10 @@ def trained(
     return found, optimizer
 
 
-def on_columns(columns: int, whole: Network, work: Callable[[Network], Tensor | object]) -> list[object]:
+def on_columns(columns: int, whole: Network, work: Callable[[Network], Result]) -> list[Result]:
     """What `work` returns for each worker's part of the network."""
 
-    def worker(comm: Communicator) -> object:
+    def worker(comm: Communicator) -> Result:
         return work(whole.part_of(ColumnPartition(whole.layers, comm)))
 
     return run_workers(columns, worker)

@@ -157,7 +157,9 @@ class Averager:
 
     def sync_requests(self) -> None:
         """Sets `requested`, on all workers alike. Collective."""
-        self.requested = self.local_request()
+        with self.groups.world.time_as_wait():
+            requests = self.groups.world.all_gather(torch.tensor([int(self.local_request())]))
+        self.requested = Request(int(requests.max()))
 
     def wait(self) -> None:
         """Applies an averaging that is pending."""
@@ -204,7 +206,7 @@ class Averager:
         self._interval_started = time.perf_counter()
 
     def shared_state_dict(self) -> dict[str, Tensor]:
-        """The strategy's state, the same on every worker: `AveragingStrategy.state_dict`."""
+        """The strategy's state, the same on every worker, of the whole network: `AveragingStrategy.state_dict`."""
         return {}
 
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -216,6 +218,22 @@ class Averager:
         self.counters.minibatches += 1
         self.counters.frames += frames
         self._remainder_frames += frames
+
+
+class ReplicaAverager(Averager):
+    """Of a single model that several workers share: nothing is averaged, but they exchange requests once in
+    `averaging_period` minibatches."""
+
+    def __init__(self, config: AveragingOptions, groups: Groups, network: Network | Rbm, optimizer: Sgd | Rbm) -> None:
+        super().__init__(groups, network, optimizer)
+        self._period = config.averaging_period
+
+    def after_minibatch(self, frames: int) -> bool:
+        self._count_minibatch(frames)
+        self.requested = Request.NONE
+        if self.counters.minibatches % self._period == 0:
+            self.sync_requests()
+        return False
 
 
 class _SeveralWorkersAverager(Averager):
@@ -276,16 +294,13 @@ class _SeveralWorkersAverager(Averager):
     def reset(self) -> None:
         self.strategy.start(self._staging.copy_in(self.parameters))
 
-    def sync_requests(self) -> None:
-        with self.groups.world.time_as_wait():
-            requests = self.groups.world.all_gather(torch.tensor([int(self.local_request())]))
-        self.requested = Request(int(requests.max()))
-
     def shared_state_dict(self) -> dict[str, Tensor]:
-        return self.strategy.state_dict()
+        whole = self.network.partition.whole
+        return {name: whole(vector) for name, vector in self.strategy.state_dict().items()}
 
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.strategy.load_state_dict(state)
+        own = self.network.partition.own
+        self.strategy.load_state_dict({name: own(vector) for name, vector in state.items()})
 
     @contextmanager
     def _staged_parameters(self) -> Iterator[Tensor]:
@@ -541,6 +556,8 @@ def make_averager(config: AveragingOptions, groups: Groups, network: Network | R
     """The averager of a training. Collective."""
     if groups.world.world_size == 1:
         return Averager(groups, network, optimizer)
+    if groups.data.world_size == 1:
+        return ReplicaAverager(config, groups, network, optimizer)
     if STRATEGIES[config.strategy].unit == "gradients":
         return GradientAverager(config, groups, network, optimizer)
     averager = OverlappedAverager if config.overlap else BlockingAverager

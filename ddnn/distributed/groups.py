@@ -11,20 +11,21 @@ from ddnn.distributed.watchdog import Watchdog
 @dataclass(frozen=True)
 class Groups:
     """The groups of one worker. A replica is one whole network. Several workers may share it, split into stages of
-    consecutive layers, and each layer into columns that hold some of its outputs. Today every worker is a replica by
-    itself: `data_parallel`.
+    consecutive layers, and each layer into columns that hold some of its outputs. The ranks of a replica follow each
+    other, those of its columns too. Stages are not made yet.
 
     Attributes:
         world: all workers of the job. Its rank 0 logs and writes the run dir. Here all agree on what the job does: the
-            device of each, the precision, how many averagings an epoch has, when to save and to stop. A checkpoint
-            has a file for each of these ranks, and they read tables and cache files together.
+            device of each, the precision, how many averagings an epoch has, when to save and to stop. They read tables
+            and cache files together.
         replica: the workers that hold one network together. Whether its parameters are finite, and how far they are from the
             mean, is found over these.
         column: the workers among which this worker's layers are split by columns.
         stage: the workers, one of each stage, among which the network is split by layers; all with the same column.
         data: the workers that hold the same part of the network, one of each replica, ranked as the replicas are. Each
             trains on a shard of its own, in an order and with noise of its own; models are averaged here, the learning
-            rate is scaled by the number of these workers, and figures are summed over their frames.
+            rate is scaled by the number of these workers, and figures are summed over their frames. A checkpoint has a
+            file for each of these ranks.
     """
 
     world: Communicator
@@ -38,7 +39,21 @@ class Groups:
         """Each worker is a replica by itself, so that all groups within a replica are of one worker, which sends nothing,
         and `data` is the world. With `hang_timeout`, in seconds, a watchdog kills this worker if it hangs while others
         wait for it."""
-        if hang_timeout is not None and world.world_size > 1:
-            world.watchdog = Watchdog(world.rank, world.host, hang_timeout)
+        _watch(world, hang_timeout)
         alone = SingleProcess(world.host)
         return cls(world=world, replica=alone, column=alone, stage=alone, data=world)
+
+    @classmethod
+    def split(cls, world: Communicator, columns: int, hang_timeout: float | None = None) -> Groups:
+        """Replicas of `columns` workers, which divides the number of workers. Collective; otherwise as `data_parallel`."""
+        if columns == 1:
+            return cls.data_parallel(world, hang_timeout)
+        _watch(world, hang_timeout)
+        replica, column = divmod(world.rank, columns)
+        of_replica, alone = world.split(replica, column), SingleProcess(world.host)
+        return cls(world, of_replica, of_replica, alone, data=world.split(column, replica))
+
+
+def _watch(world: Communicator, hang_timeout: float | None) -> None:
+    if hang_timeout is not None and world.world_size > 1:
+        world.watchdog = Watchdog(world.rank, world.host, hang_timeout)

@@ -113,7 +113,7 @@ def model_config(model: AcousticModel) -> dict[str, Any]:
         "splice": list(model.transform.offsets),
         "dim": model.transform.dim,
         "transition_digest": model.transition_digest,
-        "layers": [layer.config() for layer in model.network.layers],
+        "layers": [layer.config() for layer in model.network.partition.layers(model.network.layers)],
     }
 
 

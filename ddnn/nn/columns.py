@@ -15,6 +15,7 @@ from torch import Tensor
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.arithmetic import Float32
 from ddnn.nn.layer import Layer
+from ddnn.nn.layers import num_parameters
 from ddnn.nn.layout import Interval, columns_of, cut
 from ddnn.nn.loss import SoftmaxCrossEntropy
 from ddnn.nn.partition import Link, Partition
@@ -127,6 +128,24 @@ class ColumnPartition(Partition):
         for part, vector in zip(self.parts, torch.split(gathered, sizes), strict=True):
             part.put(vector, whole)
         return whole
+
+    def num_parameters(self, own: int) -> int:
+        return num_parameters(self._layers)
+
+    def gather(self, own: Tensor, whole: Tensor) -> None:
+        """whole (rows, columns of all workers) <- `own` (rows, own columns) of each. Collective."""
+        ColumnLink(self.comm, self.cuts(whole.shape[1])).forward(own, whole)
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor <- the sum of those of all workers, in one message. They have one dtype. Collective."""
+        sizes = [tensor.numel() for tensor in tensors]
+        together = self.comm.workspace("sums", sum(sizes), tensors[0].dtype, tensors[0].device)
+        parts = [part.view(tensor.shape) for part, tensor in zip(torch.split(together, sizes), tensors, strict=True)]
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor)
+        self.comm.all_reduce(together)
+        for part, tensor in zip(parts, tensors, strict=True):
+            tensor.copy_(part)
 
     def cuts(self, width: int) -> list[Interval]:
         """Of a layer of `width` outputs. Not collective."""

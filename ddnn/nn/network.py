@@ -91,12 +91,18 @@ class Network:
         self.parameters_changed()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`parameters`, the tensor in use."""
-        return {"parameters": self.parameters}
+        """`parameters` of the whole network; the tensor in use, where this worker has all of it."""
+        return {"parameters": self.partition.whole(self.parameters)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state_dict`; DataError where it does not fit."""
-        self.load_parameters(tensor_like(self.parameters, state, "parameters"))
+        self.load_parameters(self.own_vector(state, "parameters", self.parameters))
+
+    def own_vector(self, state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+        """This worker's part, of the size and dtype of `like`, of a flat vector of the whole network in a state; DataError
+        as `tensor_like`."""
+        size = self.partition.num_parameters(len(like))
+        return self.partition.own(tensor_like(like.new_empty(size, device="meta"), state, name))
 
     def load_lower_layers(self, below: Network) -> None:
         """The first layers <- the parameters of another network, all of whose layers they are."""

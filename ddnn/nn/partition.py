@@ -51,6 +51,10 @@ class Partition:
         """The flat vector of the whole network, on each worker, from the part that each has."""
         return own
 
+    def num_parameters(self, own: int) -> int:
+        """Of the whole network, where this worker has `own`. Not collective."""
+        return own
+
     def link(self, upper: Layer) -> Link:
         """What is below the layer `upper` of this worker. Not collective."""
         return Link()

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddnn.nn.partition import Partition
 from ddnn.util.errors import DivergedError
 
 _GUARD_RATIO, _GUARD_SLOWDOWN = 2.0, 0.9
@@ -75,6 +76,8 @@ class Rbm:
         rate_factor: e' is multiplied by it; under 1 after the guard has struck.
         guard_count: how often it has.
     """
+
+    partition = Partition()  # one worker holds all of it
 
     def __init__(
         self,

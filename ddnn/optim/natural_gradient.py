@@ -96,7 +96,7 @@ class NaturalGradientOptions:
                 raise UserError(f"natural gradient: {name} is {getattr(self, name)}, expected {expected}")
 
 
-class _FisherUpdate(NamedTuple):
+class FisherUpdate(NamedTuple):
     """d and rho after an update, e of them, and whether R may be skewed by rounding: C was floored or badly conditioned."""
 
     d: Vector
@@ -112,19 +112,28 @@ class NaturalGradient:
         dim: D, columns of every minibatch.
         options: rank and the rest.
         device: where the minibatches live.
+        dtype: of all that lives there.
+        columns: those of a minibatch that this worker has, of all `dim`.
 
     Every tensor and view that a minibatch needs is made once: at these sizes making a view costs as much as filling it.
     """
 
-    def __init__(self, dim: int, options: NaturalGradientOptions, device: torch.device | str = "cpu") -> None:
-        self.dim, self.options, self.device = dim, options, torch.device(device)
+    def __init__(
+        self,
+        dim: int,
+        options: NaturalGradientOptions,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        columns: slice = slice(None),
+    ) -> None:
+        self.dim, self.options, self.device, self.columns = dim, options, torch.device(device), columns
         self.rank = r = min(options.rank, dim - 1)
         self.t = 0
         self.updates_rarely = False
         self.rho = _EPSILON
         self.d: Vector = np.full(r, _EPSILON)
         e = 1.0 / (2.0 + (dim + r) * options.alpha / dim)
-        self.w = (_first_r(r, dim) * math.sqrt(e)).to(self.device, torch.float32)
+        self.w = (_first_r(r, dim) * math.sqrt(e))[:, columns].to(self.device, dtype).contiguous()
         self._w_t = self.w.T
         self.w_changes = 0  # how often W was given other values
         self.j = torch.empty_like(self.w)
@@ -132,16 +141,16 @@ class NaturalGradient:
         # K, L and |X|_F travel to the host in one copy; A and the coefficients of W come back in another. On the CPU
         # the host's side is the same memory, and nothing is copied.
         on_gpu = self.device.type == "cuda"
-        self._stats = torch.empty(2 * r * r + 1, device=self.device)
+        self._stats = torch.empty(2 * r * r + 1, dtype=dtype, device=self.device)
         self._stats_host = torch.empty(2 * r * r + 1, pin_memory=True) if on_gpu else self._stats
         self._k, self._l, self._norm = _split(self._stats, (r, r), (r, r), ())
         self._k_host, self._l_host, self._norm_host = (v.numpy() for v in _split(self._stats_host, (r, r), (r, r), ()))
-        self._back = torch.empty(r * r + r, device=self.device)
+        self._back = torch.empty(r * r + r, dtype=dtype, device=self.device)
         self._back_host = torch.empty(r * r + r, pin_memory=True) if on_gpu else self._back
         self._a, self._retained = _split(self._back, (r, r), (r, 1))
         self._a_host, self._retained_host = (v.numpy() for v in _split(self._back_host, (r, r), (r, 1)))
         self._pending_n = 0  # rows of the minibatch whose K and L are on their way to the host, 0 if none are
-        self._update: _FisherUpdate | None = None  # that `factor` has made, to be applied
+        self._update: FisherUpdate | None = None  # that `factor` has made, to be applied
 
     def initial_updates(self, n: int) -> int:
         """How many updates a minibatch of n rows makes before it is preconditioned: the first ever 3, or 1 if n <= r."""
@@ -214,7 +223,7 @@ class NaturalGradient:
             positive = name == "w" or bool((value >= (0 if name == "t" else _EPSILON)).all())
             if not (positive and bool(torch.isfinite(value).all())):
                 raise DataError(f"natural gradient state: {name} has values outside its range", hint=hint)
-        self.w.copy_(state["w"])
+        self.w.copy_(state["w"][:, self.columns])
         self.w_changes += 1
         self.d = state["d"].cpu().numpy().copy()
         self.rho, self.t, self._pending_n, self._update = float(state["rho"]), int(state["t"]), 0, None
@@ -267,7 +276,7 @@ class NaturalGradient:
     def set_host_state(self, state: tuple[int, int]) -> None:
         self.t, self._pending_n = state
 
-    def _factor(self, n: int) -> _FisherUpdate | None:
+    def _factor(self, n: int) -> FisherUpdate | None:
         """The r x r part of an update from a minibatch of n rows, by the host; None where the minibatch holds NaN or
         infinity: gamma and X^ show it, the Fisher matrix stays clean. A and the factors of W go to the pinned memory."""
         r, dim, eta, d, rho = self.rank, self.dim, self._eta(n), self.d, self.rho
@@ -299,18 +308,21 @@ class NaturalGradient:
         e = _e(d, rho, self.options.alpha, dim)
         np.multiply(u.T * e_inv, (np.sqrt(e) / sqrt_c)[:, None], out=self._a_host, casting="same_kind")
         self._retained_host[:, 0] = retained
-        return _FisherUpdate(d, rho, e, largest > _CONDITION * smallest or smallest < floor)
+        return FisherUpdate(d, rho, e, largest > _CONDITION * smallest or smallest < floor)
 
-    def _apply_factor(self, update: _FisherUpdate) -> None:
+    def _apply_factor(self, update: FisherUpdate) -> None:
         """W, d and rho <- those after an update, by `j` and what `_factor` has left in the pinned memory."""
         if self._back_host is not self._back:
             self._back.copy_(self._back_host, non_blocking=True)
         self.j.addcmul_(self._retained, self.w)
         torch.mm(self._a, self.j, out=self.w)
         if update.may_be_skewed:
-            orthonormalize(self.w, update.e)
+            self._orthonormalize(update.e)
         self.d, self.rho = update.d, update.rho
         self.w_changes += 1
+
+    def _orthonormalize(self, e: Vector) -> None:
+        orthonormalize(self.w, e)
 
 
 class Side:

@@ -22,7 +22,6 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -109,6 +108,9 @@ class NgSgd(Sgd):
         limit_coefs: what the learning rate of a part is multiplied by where its step is limited.
     """
 
+    output_side: type[Side] = Side
+    fused = True  # nothing happens between the two calls of a projection of an output derivative
+
     def __init__(self, network: Network, options: NgSgdOptions | None = None) -> None:
         options = options or NgSgdOptions()
         super().__init__(network, options)
@@ -121,16 +123,23 @@ class NgSgd(Sgd):
         self.gemms = {k: part.layer.gemm for k, part in self.parts.items() if part.layer.gemm is not None}
         for k, gemm in self.gemms.items():
             rest = (options.alpha, options.num_samples_history * gemm.rows, options.update_period)
-            self.preconditioners_of[k] = [
-                NaturalGradient(dim, NaturalGradientOptions(rank, *rest), network.parameters.device)
-                for dim, rank in options.sides(gemm)
-            ]
+            sides = ((dim, NaturalGradientOptions(rank, *rest)) for dim, rank in options.sides(self.whole_gemm(k)))
+            self.preconditioners_of[k] = self.new_preconditioners(k, *sides)
         self._parts_of = {i: [k for k, part in self.parts.items() if part.number == i] for i in self.trainable}
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # of this minibatch: X^ and Y^ of parts with a `gemm`
         self._factors: dict[int, float] = {}  # of their gradients
         self._limited_lr = 1.0
         self._memory = _Memory(self, 0, Float32())
         self._beside = _BesideGpu(network.parameters.device) if network.parameters.is_cuda else None
+
+    def whole_gemm(self, k: int) -> Gemm:
+        """That of a part on all workers that share it."""
+        return self.gemms[k]
+
+    def new_preconditioners(self, k: int, *sides: tuple[int, NaturalGradientOptions]) -> list[NaturalGradient]:
+        """Those of a part, from dimension and options of its input's and of its output derivative's."""
+        parameters = self.network.parameters
+        return [NaturalGradient(dim, options, parameters.device, parameters.dtype) for dim, options in sides]
 
     def set_lr_scale(self, lr_scale: float) -> None:
         super().set_lr_scale(1.0 if self.options.max_change_scope == "local" else lr_scale)
@@ -182,17 +191,23 @@ class NgSgd(Sgd):
 
     def precondition(self, workspace: Workspace) -> None:
         """X^ and Y^ of all parts that have a `gemm`, without gamma and kappa."""
+        self._fit_memory(workspace)
+        for k, (inputs, grads) in self._memory.sides.items():
+            x, grad = self._statistics(k, workspace)
+            self._rows[k] = inputs.precondition(x), grads.precondition(grad)
+        if self._beside:
+            self._beside.mark()
+
+    def _fit_memory(self, workspace: Workspace) -> None:
         a = workspace.arithmetic
         if self._memory.made_for != (len(workspace.x), a):
             self._rows.clear()
             self._memory = _Memory(self, 0, a)  # gives back the old memory before new is taken
             self._memory = _Memory(self, len(workspace.x), a)
-        for k, (inputs, grads) in self._memory.sides.items():
-            part = self.parts[k]
-            x, grad = part.layer.statistics(part.call(workspace))
-            self._rows[k] = inputs.precondition(x), grads.precondition(grad)
-        if self._beside:
-            self._beside.mark()
+
+    def _statistics(self, k: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
+        part = self.parts[k]
+        return part.layer.statistics(part.call(workspace))
 
     def scale(self, arithmetic: Float32) -> None:
         """Brings gamma and kappa into Y^, but for the factors that are left to the update."""
@@ -263,7 +278,7 @@ class _Memory:
     def __init__(self, optimizer: NgSgd, frames: int, arithmetic: Float32) -> None:
         gemms, exact = optimizer.gemms, optimizer.options.exact
         self.made_for = frames, arithmetic
-        new = partial(torch.zeros, dtype=torch.float32, device=optimizer.network.parameters.device)
+        new = optimizer.network.parameters.new_zeros
         self.sides: dict[int, tuple[Side, Side]] = {}
         largest = max((gemm.rows * gemm.fan_out for gemm in gemms.values()), default=0)
         float32_grad = new(frames * largest) if arithmetic.casts else None
@@ -281,9 +296,9 @@ class _Memory:
                 grads = None if float32_grad is None else float32_grad[: total * fan_out].view(total, fan_out)
                 bias_column = new(total, dtype=arithmetic.bias_input_dtype)
                 x_hat = arithmetic.projection(inputs, before[0, n], after[0, n], bias_column, exact=exact)
-                y_hat = arithmetic.projection(grads, before[1, n], after[1, n], exact=exact)
+                y_hat = arithmetic.projection(grads, before[1, n], after[1, n], exact=exact, fused=optimizer.fused)
                 of_x, of_y = optimizer.preconditioners_of[k]
-                self.sides[k] = Side(of_x, x_hat), Side(of_y, y_hat)
+                self.sides[k] = Side(of_x, x_hat), optimizer.output_side(of_y, y_hat)
 
     def scales(self, lr: float, max_change: float) -> Iterator[tuple[list[int], Tensor]]:
         """Parts and their gamma_in gamma_out kappa, from the norms before and after preconditioning."""

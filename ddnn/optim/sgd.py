@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32
 from ddnn.nn.layer import Layer, Views
-from ddnn.nn.network import Network, Workspace, tensor_like
+from ddnn.nn.network import Network, Workspace
 from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.util.errors import DataError
 
@@ -169,9 +169,9 @@ class Sgd:
         self.network.parameters_changed()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What goes from minibatch to minibatch: `momentum_buffer`, where there is momentum, the tensor in use, and
-        `preconditioner.N.*`, see `NaturalGradient.state_dict`."""
-        found = {"momentum_buffer": self.momentum_buffer} if self.momentum else {}
+        """What goes from minibatch to minibatch: `momentum_buffer` of the whole network, where there is momentum, the tensor
+        in use, and `preconditioner.N.*`, see `NaturalGradient.state_dict`. Collective over a replica."""
+        found = {"momentum_buffer": self.network.partition.whole(self.momentum_buffer)} if self.momentum else {}
         for i, preconditioner in enumerate(self.preconditioners):
             found |= {f"preconditioner.{i}.{name}": value for name, value in preconditioner.state_dict().items()}
         return found
@@ -187,6 +187,6 @@ class Sgd:
         if rest:
             raise DataError(f"the optimizer's state holds {', '.join(sorted(rest))}, which this optimizer has not")
         if self.momentum:
-            self.momentum_buffer.copy_(tensor_like(self.momentum_buffer, state, "momentum_buffer"))
+            self.momentum_buffer.copy_(self.network.own_vector(state, "momentum_buffer", self.momentum_buffer))
         for preconditioner, part in zip(self.preconditioners, parts, strict=True):
             preconditioner.load_state_dict(part)

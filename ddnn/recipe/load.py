@@ -314,7 +314,8 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
         most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"
         yield Complaint("schedule.final_learning_rate", f"{schedule.final_learning_rate:g} found, expected {most}")
-    yield from minibatch_problems(recipe)
+    # One worker may be only the default, of a recipe that a job of several workers runs.
+    yield from (each for each in worker_problems(recipe) if recipe.parallel.workers > 1 or "workers" not in each.key)
     yield from _overlap(recipe.parallel)
 
 
@@ -394,8 +395,15 @@ def _cross_validation(cv: CrossValidationConfig) -> Iterator[Complaint]:
             yield Complaint(name, f"needs data.cv.{other}; give both, or neither", (name,))
 
 
-def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
-    """A growing minibatch that shrinks; `minibatch_scope: total` with one that the workers cannot share equally."""
+def worker_problems(recipe: Recipe) -> Iterator[Complaint]:
+    """Workers that do not fill replicas; a growing minibatch that shrinks; `minibatch_scope: total` with one that the
+    workers cannot share equally."""
+    total, columns = recipe.parallel.workers, recipe.parallel.columns
+    if total % columns:
+        below = total - total % columns
+        nearest = " or ".join(str(n) for n in (below, below + columns) if n)
+        expected = f"a multiple of parallel.columns = {columns}"
+        yield Complaint("parallel.workers", f"{total} found, expected {expected}: {nearest}")
     size_or_growth, workers = recipe.minibatch_size, recipe.minibatch_workers
     sizes = {"minibatch_size": size_or_growth} if isinstance(size_or_growth, int) else {}
     if not isinstance(size_or_growth, int):
@@ -407,7 +415,8 @@ def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
         if size % workers:
             below = size - size % workers
             nearest = " or ".join(str(n) for n in (below, below + workers) if n)
-            share = f"a multiple of parallel.workers = {workers}, as minibatch_scope is total: {nearest}"
+            sharing = "workers" if recipe.parallel.columns == 1 else "workers / parallel.columns"
+            share = f"a multiple of parallel.{sharing} = {workers}, as minibatch_scope is total: {nearest}"
             yield Complaint(key, f"{size} found, expected {share}")
 
 
@@ -462,5 +471,8 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Complaint]:
     if parallel.strategy in against:
         which = f"{parallel.strategy}, which {against[parallel.strategy]}"
         yield Complaint("parallel.overlap", f"true found beside strategy: {which}; set it to false")
+    if parallel.columns > 1:
+        why = "whose workers exchange in every minibatch; set one of them otherwise"
+        yield Complaint("parallel.overlap", f"true found beside columns: {parallel.columns}, {why}")
     if parallel.local_momentum == "average":
         yield Complaint("parallel.overlap", "true found beside local_momentum: average; take keep or reset")

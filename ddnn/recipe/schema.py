@@ -337,6 +337,10 @@ class WorkersConfig(Section):
 
     workers: Count = 1
     """Number of workers. Each is one MPI rank with its device."""
+    columns: Count = 1
+    """So many workers share one network: each holds an equal part of the outputs of every layer. They train on the same
+    minibatches, and compute what one worker would, to rounding. `workers` is a multiple of it; models are averaged
+    among `workers` / `columns` of these replicas: docs/parallel.md. On CPUs, for networks of affine layers."""
     averaging_period: Count = 10
     """Minibatches of each worker between two averagings."""
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"
@@ -365,6 +369,11 @@ class WorkersConfig(Section):
     cpu_threads: Count = 1
     """CPU threads of each worker. With minibatches of a few hundred frames one is fastest: two were ten times slower in
     a measurement."""
+
+    @property
+    def replicas(self) -> int:
+        """Among how many models the data is shared."""
+        return max(1, self.workers // self.columns)
 
 
 class AveragingConfig(WorkersConfig):
@@ -451,7 +460,7 @@ class Recipe(Section):
     grow from epoch to epoch: docs/algorithms.md."""
     minibatch_scope: Literal["worker", "total"] = "worker"
     """Whose minibatch `minibatch_size` is: of each worker, or of all workers together, each of which then has
-    `minibatch_size` / `parallel.workers` frames: docs/parallel.md. The same with one worker."""
+    `minibatch_size` / `parallel.workers` frames (times `parallel.columns`): docs/parallel.md. The same with one worker."""
     randomizer_size: Count | None = None
     """The order of frames is random within so many, of utterances whose order is the same in every epoch, as with
     nnet-train-frmshuff: 32768 there. Not given: within the whole corpus. docs/algorithms.md."""
@@ -483,7 +492,7 @@ class Recipe(Section):
     @property
     def minibatch_workers(self) -> int:
         """How many workers share `minibatch_size`."""
-        return self.parallel.workers if self.minibatch_scope == "total" else 1
+        return self.parallel.replicas if self.minibatch_scope == "total" else 1
 
     @model_validator(mode="before")
     @classmethod

@@ -30,6 +30,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.groups import Groups
 from ddnn.runs import checkpoint_manifest as manifest
 from ddnn.runs.checkpoint_manifest import GLOBAL, TEMPORARY, CheckpointError, CheckpointSummary, rank_file
 from ddnn.util.errors import DataError
@@ -71,9 +72,14 @@ class CheckpointHandle(CheckpointSummary):
 class CheckpointStore:
     """The checkpoints of one training, on every rank."""
 
-    def __init__(self, directory: Path, keep_last: int, comm: Communicator) -> None:
-        """`directory` holds the folders of all checkpoints and is created with the first; `keep_last` of them stay."""
+    def __init__(self, directory: Path, keep_last: int, comm: Communicator, groups: Groups | None = None) -> None:
+        """`directory` holds the folders of all checkpoints and is created with the first; `keep_last` of them stay. Where
+        workers of `comm` share models, by `groups`, the ranks are those of `data`, and the first worker of each replica
+        writes; without groups each worker is a rank."""
         self.directory, self.keep_last, self.comm = directory, keep_last, comm
+        ranks = comm if groups is None else groups.data
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self._writes = groups is None or groups.replica.rank == 0
         self._corrupt: set[int] = set()
 
     def save(self, metadata: dict[str, Any], shared: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
@@ -83,12 +89,13 @@ class CheckpointStore:
         lists) and floats that are not finite. `shared`: tensors of dtypes as in DTYPES that all ranks have; of these
         two only rank 0's are written. `own`: the tensors of this rank."""
         number, failure, is_rank0 = 0, "", self.comm.rank == 0
-        tensors = {rank_file(self.comm.rank): own, **({GLOBAL: shared} if is_rank0 else {})}
+        tensors = {rank_file(self.rank): own} if self._writes else {}
+        tensors |= {GLOBAL: shared} if is_rank0 else {}
         try:
             number = self._on_rank0(self._begin)
             files = self._on_all_ranks(lambda: self._write_tensors(number, tensors))
             all_files = {name: (size, sha256) for of_rank in files for name, (size, sha256) in of_rank.items()}
-            summary = CheckpointSummary(number, self.comm.world_size, all_files, metadata)
+            summary = CheckpointSummary(number, self.world_size, all_files, metadata)
             self._on_rank0(lambda: self._commit(summary))
         except CheckpointError as error:  # on all ranks alike
             failure = str(error)
@@ -148,11 +155,11 @@ class CheckpointStore:
 
     def _load(self, number: int) -> CheckpointHandle:
         """Collective: the checkpoint; CheckpointError on all ranks."""
-        path, comm = self._folder(number), self.comm
+        path, world_size = self._folder(number), self.world_size
         text, written = self._on_rank0(lambda: manifest.read_manifest(path))
         summary = manifest.parse_manifest(text, written, number, path)
-        own = comm.rank % summary.world_size
-        unclaimed = range(comm.world_size + comm.rank, summary.world_size, comm.world_size)
+        own = self.rank % summary.world_size
+        unclaimed = range(world_size + self.rank, summary.world_size, world_size)
         tensors: dict[str, Any] = {}
 
         def read() -> None:

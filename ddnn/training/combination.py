@@ -101,7 +101,8 @@ class MeanOfEpochs(Combination):
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         epochs = torch.tensor([epoch for epoch, _ in self.models], dtype=torch.int64)
-        return {"epochs": epochs, **{f"model.{epoch}": parameters for epoch, parameters in self.models}}
+        whole = self.network.partition.whole
+        return {"epochs": epochs, **{f"model.{epoch}": whole(parameters) for epoch, parameters in self.models}}
 
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
         epochs = state.get("epochs", torch.zeros(0))
@@ -109,7 +110,7 @@ class MeanOfEpochs(Combination):
             raise DataError("the epochs of which the mean is taken are missing or too many")
         like = self.network.parameters
         for epoch in epochs.tolist():
-            self.models.append((epoch, tensor_like(like, state, f"model.{epoch}").to(like, copy=True)))
+            self.models.append((epoch, self.network.own_vector(state, f"model.{epoch}", like).to(like, copy=True)))
 
 
 class BestEpoch(Combination):
@@ -137,10 +138,10 @@ class BestEpoch(Combination):
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         numbers = torch.tensor([self.epoch, self.loss, self.last], dtype=torch.float64)
-        return {"parameters": self.parameters, "numbers": numbers}
+        return {"parameters": self.network.partition.whole(self.parameters), "numbers": numbers}
 
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.parameters.copy_(tensor_like(self.parameters, state, "parameters"))
+        self.parameters.copy_(self.network.own_vector(state, "parameters", self.parameters))
         numbers = tensor_like(torch.zeros(3, dtype=torch.float64), state, "numbers")
         if not bool((numbers >= 0).all()):  # false for NaN too
             raise DataError("numbers: an epoch and its loss expected")
@@ -201,17 +202,17 @@ class MovingAverage(Combination):
         yield f"moving average over about {self.epochs:g} {unit}", self.kept
 
     def shared_state_dict(self) -> dict[str, Tensor]:
-        return {"kept": self.kept}
+        return {"kept": self.network.partition.whole(self.kept)}
 
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.kept.copy_(tensor_like(self.kept, state, "kept"))
+        self.kept.copy_(self.network.own_vector(state, "kept", self.kept))
 
     def state_dict(self) -> dict[str, Tensor]:
         numbers = torch.tensor([self.weight, self.kept_weight, self._minibatches], dtype=torch.float64)
-        return {"mean": self.mean, "numbers": numbers}
+        return {"mean": self.network.partition.whole(self.mean), "numbers": numbers}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.mean.copy_(tensor_like(self.mean, state, "mean"))
+        self.mean.copy_(self.network.own_vector(state, "mean", self.mean))
         numbers = tensor_like(torch.zeros(3, dtype=torch.float64), state, "numbers")
         if not bool((numbers >= 0).all() & numbers.isfinite().all()):
             raise DataError("numbers: weights of a moving average expected")

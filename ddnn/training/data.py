@@ -47,7 +47,7 @@ def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticMode
     headers, writing nothing. `trained`: the network of `init.model`. UserError: what the training would refuse before
     it reads features, on this machine and with as many workers on it."""
     options.check_packages(recipe)
-    workers, sizes = recipe.parallel.workers, options.minibatch_sizes(recipe)
+    workers, sizes = recipe.parallel.replicas, options.minibatch_sizes(recipe)
     config = options.data_config(recipe, held_out=kind == "training")
     config = replace(config, reading=replace(config.reading, cache_dir=None))
     ours = logging.getLogger("ddnn")

@@ -33,7 +33,6 @@ from ddnn.kaldi.alignments import kaldi_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.network import Workspace, noise_generator
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
-from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.runs import run_status
@@ -82,10 +81,10 @@ class Job:
     shutdown: GracefulShutdown  # whether the job was asked to stop
     device: torch.device  # where this worker computes
 
-    def checkpoint_policy(self, run: RunDir, world: Communicator) -> CheckpointPolicy:
+    def checkpoint_policy(self, run: RunDir, groups: Groups) -> CheckpointPolicy:
         """Checkpoints of these workers in `run`, as often as the recipe says."""
         config = self.recipe.checkpoint
-        store = CheckpointStore(run.path / CHECKPOINTS, config.keep_last, world)
+        store = CheckpointStore(run.path / CHECKPOINTS, config.keep_last, groups.world, groups)
         return CheckpointPolicy(store, self.shutdown, run, config.interval_minutes, config.interval_minibatches)
 
 
@@ -167,7 +166,7 @@ def open_job(
     logging.getLogger("ddnn").setLevel(min(terminal_level(), logging.INFO) if world.rank == 0 else logging.WARNING)
     only_first_worker_shows(world.rank)
     with GracefulShutdown(verbose=world.rank == 0) as shutdown:
-        groups = Groups.data_parallel(world, recipe.parallel.hang_timeout)
+        groups = Groups.split(world, recipe.parallel.columns, recipe.parallel.hang_timeout)
         tensorboard = recipe.log.tensorboard
         run = open_run_dir(run_dir, world, kind, resume=resume, recipe=text, tensorboard=tensorboard)
         run.log_interval = 60.0 * recipe.log.interval_minutes
@@ -200,6 +199,11 @@ def assign_device(recipe: Recipe, device: str, world: Communicator) -> torch.dev
     chosen = choose_device(device, world.local_rank, threads=recipe.parallel.cpu_threads)
     identities = world.all_gather_object([world.rank, world.host, device_identity(chosen)])
     check_devices(identities, recipe.parallel.oversubscribe_gpus)
+    if recipe.parallel.columns > 1 and (gpus := [rank for rank, _, identity in identities if identity != "cpu"]):
+        message = (
+            f"{recipe.parallel.columns} found, but worker {gpus[0]} computes on a GPU: layers are split on CPUs only"
+        )
+        raise RecipeError(message, location="parallel.columns", hint="set it to 1, or train with --device cpu")
     log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, chosen, platform.python_version())
     allow_tf32(recipe.allow_tf32, chosen)
     devices = world.all_gather_object(f"{world.rank}: {world.host} {chosen}")
@@ -218,7 +222,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     """Loads this worker's data and makes all parts of its training, new or as a checkpoint has them; `trained`: the
     model of `init.model`. Collective."""
     recipe, run, groups, world = job.recipe, job.run, job.groups, job.groups.world
-    checkpoints = job.checkpoint_policy(run, world)
+    checkpoints = job.checkpoint_policy(run, groups)
     with run.may_refuse_resume(world, RecipeError):
         loaded = load_latest(checkpoints.store, recipe) if resume else None
     if loaded is None:
@@ -245,12 +249,14 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     record_resume(loaded, run, world)
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
     run.write_cv_utterances(data.cv_index().utterances)
-    network = model.network.to(job.device).with_frozen(frozen_layers(recipe, model.network.layers))
+    layers = model.network.layers
+    part = model.network.part_of(options.make_partition(layers, groups))
+    network = part.to(job.device).with_frozen(frozen_layers(recipe, layers))
     model = replace(model, transform=model.transform.to(job.device), network=network)
     trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)
     # Only now: a resume that is refused changes nothing.
     run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
-    run.record(start_row(trainer, data, describe_parameters(recipe, network.layers)))
+    run.record(start_row(trainer, data, describe_parameters(recipe, layers)))
     progress, epochs = trainer.progress, trainer.schedule.max_epochs
     run.set_status(
         phase="training", epoch=progress.epoch, minibatch=progress.minibatch, max_epochs=epochs, rbm=None, num_rbms=None
@@ -269,7 +275,7 @@ def assemble_trainer(
 ) -> Trainer:
     """Chooses the parts of the training of `model`, each once; restores them if there is a checkpoint. Collective."""
     recipe, groups, network, sizes = job.recipe, job.groups, model.network, options.minibatch_sizes(job.recipe)
-    optimizer = make_optimizer(options.optimizer_options(recipe.optimizer), network)
+    optimizer = options.optimizer_of(recipe.optimizer, network)
     averaging = options.averaging_options(recipe.parallel, recipe.optimizer.momentum)
     averager = make_averager(averaging, groups, network, optimizer)
     averager.broadcast()
@@ -347,7 +353,7 @@ def train_dbn(job: Job, run: RunDir, groups: Groups, data: TrainingData | None =
     """A DBN trained by the workers of these groups on `data`, or on the whole corpus, which is loaded. Collective."""
     if data is None:
         data = load_data(job.recipe, job.device, groups, held_out=False)
-    return pretrain_dbn(job.recipe, data, job.checkpoint_policy(run, groups.world), groups)
+    return pretrain_dbn(job.recipe, data, job.checkpoint_policy(run, groups), groups)
 
 
 def replicated_dbn(job: Job, run: RunDir) -> AcousticModel | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
@@ -19,12 +19,16 @@ from ddnn.data.pipeline import CvSelection, TrainingDataConfig
 from ddnn.distributed.groups import Groups
 from ddnn.kaldi.archive import MatrixReader, read_scp
 from ddnn.kaldi.transforms import read_transform_config
+from ddnn.nn.columns import ColumnPartition
+from ddnn.nn.layer import Layer
 from ddnn.nn.layers import activation_floats, num_parameters
 from ddnn.nn.network import Network
-from ddnn.optim.ng_sgd import OPTIMIZERS
+from ddnn.nn.partition import Partition
+from ddnn.optim.columns import ColumnNgSgd
+from ddnn.optim.ng_sgd import OPTIMIZERS, NgSgdOptions, make_optimizer
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
-from ddnn.optim.sgd import SgdOptions
-from ddnn.recipe.load import minibatch_problems
+from ddnn.optim.sgd import Sgd, SgdOptions
+from ddnn.recipe.load import worker_problems
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig
 from ddnn.recipe.section import OptionalPaths, Section, as_list
 from ddnn.runs.tensorboard import import_tensorboard
@@ -59,7 +63,7 @@ def with_world_size(recipe: Recipe, world_size: int) -> Recipe:
         hint = f"start {workers} workers, or give --workers {world_size}"
         raise RecipeError(message, location="parallel.workers", hint=hint)
     recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"workers": world_size})})
-    for key, complaint, _ in minibatch_problems(recipe):
+    for key, complaint, _ in worker_problems(recipe):
         raise RecipeError(complaint, location=key)
     return recipe
 
@@ -91,6 +95,16 @@ def check_layers_fit(recipe: Recipe) -> None:
         deque(hidden_layers(recipe, width * (2 * recipe.data.splice + 1)), maxlen=0)
 
 
+def make_partition(layers: Sequence[Layer], groups: Groups) -> Partition:
+    """How these workers share a network of these layers. RecipeError: it cannot be split over so many."""
+    if groups.column.world_size == 1:
+        return Partition()
+    try:
+        return ColumnPartition(layers, groups.column)
+    except ValueError as error:
+        raise RecipeError(str(error), location="parallel.columns") from error
+
+
 def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> AveragingOptions:
     """How the workers of a training average; `momentum` is the optimizer's."""
     options = _taken(AveragingOptions, parallel)
@@ -99,6 +113,14 @@ def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> Averag
 
 def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:
     return _taken(OPTIMIZERS[recipe.name][0], recipe)
+
+
+def optimizer_of(recipe: OptimizerConfig, network: Network) -> Sgd:
+    """The optimizer of this worker's part of a network."""
+    options = optimizer_options(recipe)
+    if isinstance(network.partition, ColumnPartition) and isinstance(options, NgSgdOptions):
+        return ColumnNgSgd(network, network.partition, options)
+    return make_optimizer(options, network)
 
 
 def make_schedule(recipe: ScheduleConfig) -> Schedule:

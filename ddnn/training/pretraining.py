@@ -348,7 +348,7 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
         trainer = RbmTrainer(recipe, index, frames, dbn, checkpoints, groups)
         trainer.data = identity
         if handle is not None and handle.metadata.get("rbm") == index + 1:
-            restore_state(trainer.parts, handle.rank_state(world.rank), handle.path)
+            restore_state(trainer.parts, handle.rank_state(checkpoints.store.rank), handle.path)
             done = f"epoch {trainer.progress.epoch}, {trainer.progress.minibatch} minibatches"
             log.info("rbm %d: resumed from checkpoint %d: after %s", index + 1, handle.number, done)
         run.truncate_after(trainer.progress.epoch, rbm=index + 1)
@@ -404,7 +404,7 @@ def append_rbm(below: AcousticModel, rbm: Rbm) -> AcousticModel:
 
 def pretraining_recipe(recipe: Recipe) -> str:
     """recipe.yaml of a pretraining directory: only what its RBMs depend on."""
-    workers = recipe.parallel.workers if recipe.parallel.pretrain_data == "sharded" else 1
+    workers = recipe.parallel.replicas if recipe.parallel.pretrain_data == "sharded" else 1
     period = recipe.parallel.averaging_period if workers > 1 else 10
     read = {
         "data": recipe.data.model_copy(update={"cv": CrossValidationConfig()}),

@@ -42,15 +42,15 @@ def load_latest(store: CheckpointStore, recipe: Recipe) -> LoadedCheckpoint | No
     changed = check_same_recipe(metadata.recipe, recipe, handle.path, metadata.precision)
     for key, (now, then) in changed.items():
         log.info("%s is now %s; was %s", key, now, then)
-    bitwise = handle.world_size == world.world_size
+    bitwise = handle.world_size == store.world_size
     log.info("resumed from checkpoint %d: %s", handle.number, metadata.summary())
     if not bitwise and world.rank == 0:
         log.warning(
             "the checkpoint is of %s, and %d resume: from the mean of the workers' models, without momentum; "
             "frames are distributed again, so that of an epoch under way some are seen twice and some not at all",
-            *(plural(handle.world_size, "worker"), world.world_size),
+            *(plural(handle.world_size, "worker"), store.world_size),
         )
-    state = rank_state(handle, world.rank, metadata.started, bitwise)
+    state = rank_state(handle, store.rank, metadata.started, bitwise)
     return LoadedCheckpoint(metadata, handle.global_state, state, bitwise, handle.path)
 
 

@@ -21,7 +21,7 @@ from ddnn.data.batches import Batch
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
 from ddnn.nn.figures import check_known
-from ddnn.nn.network import tensor_like
+from ddnn.nn.network import Network, tensor_like
 from ddnn.runs.checkpoint import CheckpointStore, prefixed, unprefixed
 from ddnn.runs.rows import Count
 from ddnn.runs.run_dir import RunDir
@@ -136,6 +136,20 @@ class TensorState:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in self.tensors.items():
             tensor.copy_(tensor_like(tensor, state, name))
+
+
+class VectorState:
+    """A flat vector of a network's parameters, which a checkpoint keeps whole."""
+
+    def __init__(self, network: Network, **vectors: Tensor) -> None:
+        self.network, self.vectors = network, vectors
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        return {name: self.network.partition.whole(vector) for name, vector in self.vectors.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, vector in self.vectors.items():
+            vector.copy_(self.network.own_vector(state, name, vector))
 
 
 def collect_state(parts: Mapping[str, Stateful]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ from ddnn.training.state import (
     Stateful,
     TensorState,
     TrainingProgress,
+    VectorState,
     restore_state,
 )
 from ddnn.training.step import EagerStep, Step
@@ -260,7 +261,7 @@ class Trainer:
                 f"epoch {epoch}: {figures} ({self.initial.loss:.6g}): the training may have diverged; {self.hint}"
             )
         with self.groups.world.watchdog.long_operation():
-            self.run.save_best(self.model if self.improved else None)
+            self.run.save_best(self.whole_model() if self.improved else None)
 
     def reject(self) -> None:
         """The epoch was rejected: training continues from the model of the last accepted one."""
@@ -327,7 +328,11 @@ class Trainer:
                 "not converged: %s: more epochs or a higher learning rate train it further", self.schedule.end_reason
             )
         self.model.network.load_parameters(self.accepted_parameters)
-        return self.model
+        return self.whole_model()
+
+    def whole_model(self) -> AcousticModel:
+        """The current model, all of it on each worker. Collective."""
+        return replace(self.model, network=self.model.network.whole())
 
     def _warn(self, message: str) -> None:
         """Warns on rank 0 only, since warnings of all workers are shown."""
@@ -347,7 +352,7 @@ class Trainer:
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """What each rank saves for itself; a resume from it gives the same bits."""
+        """What each replica saves for itself; a resume from it gives the same bits."""
         return {
             "network": self.model.network,
             "averager": self.averager,
@@ -361,7 +366,7 @@ class Trainer:
     @property
     def shared_parts(self) -> dict[str, Stateful]:
         return {
-            "best": TensorState(parameters=self.accepted_parameters),
+            "best": VectorState(self.model.network, parameters=self.accepted_parameters),
             "transform": TensorState(**unprefixed("transform", transform_tensors(self.model))),
             "strategy": SharedState(self.averager),
             "combination": SharedState(self.combination),

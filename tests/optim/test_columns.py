@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 from column_split import Float64, difference, minibatches, new_network, on_columns, trained
 from torch import Tensor
 
-from ddnn.nn.arithmetic import Float32
+from ddnn.nn.arithmetic import Float32, make_arithmetic
+from ddnn.nn.columns import ColumnPartition
 from ddnn.nn.network import Network
+from ddnn.optim import natural_gradient
+from ddnn.optim.columns import ColumnNgSgd
+from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
 from ddnn.optim.sgd import Sgd, SgdOptions
 
 STEPS = 20
@@ -34,3 +41,85 @@ def test_sgd(columns: int, name: str, dtype: torch.dtype) -> None:
     bound = 1e-13 if dtype == torch.float64 else 1e-6
     for found in on_columns(columns, whole, train):
         assert max(map(difference, found, expected)) <= bound
+
+
+NG = {
+    "free": NgSgdOptions(rank_in=10, rank_out=20, max_change_per_sample=0.0),
+    "max-change bites": NgSgdOptions(rank_in=10, rank_out=20, max_change_per_sample=1e-4, momentum=0.5, l2=1e-5),
+    "unscaled": NgSgdOptions(rank_in=10, rank_out=20, max_change_per_sample=0.02, max_change_scope="unscaled"),
+}
+
+
+def make_ng_sgd(network: Network, options: NgSgdOptions) -> NgSgd:
+    if isinstance(network.partition, ColumnPartition):
+        return ColumnNgSgd(network, network.partition, options)
+    return NgSgd(network, options)
+
+
+def ng_trained(
+    whole: Network, options: NgSgdOptions, data: list[tuple[Tensor, Tensor]], arithmetic: Float32, lr: float = 2e-3
+) -> Callable[[Network], tuple[list[Tensor], list[Tensor]]]:
+    """Of a worker: losses and parameters after each step, and the Fisher matrices by W^T W, d and rho."""
+
+    def train(network: Network) -> tuple[list[Tensor], list[Tensor]]:
+        network = Network(network.layers, network.parameters.clone(), partition=network.partition)
+        found, optimizer = trained(network, lambda network: make_ng_sgd(network, options), data, arithmetic, lr)
+        states = [preconditioner.state_dict() for preconditioner in optimizer.preconditioners]
+        fisher = [[s["w"].t() @ s["w"], s["d"], s["rho"][None]] for s in states]
+        assert all(int(state["t"]) == len(data) for state in states)
+        return found, [tensor for of_side in fisher for tensor in of_side]
+
+    return train
+
+
+def largest_difference(
+    columns: int, whole: Network, options: NgSgdOptions, data: list[tuple[Tensor, Tensor]], arithmetic: Float32
+) -> tuple[float, float]:
+    """Of parameters and losses, and of Fisher matrices, on any worker at any time."""
+    train = ng_trained(whole, options, data, arithmetic)
+    expected, expected_fisher = train(whole)
+    found = on_columns(columns, whole, train)
+    assert all(map(torch.equal, found[0][1], found[-1][1]))
+    return (
+        max(max(map(difference, own, expected)) for own, _ in found),
+        max(max(map(difference, own, expected_fisher)) for _, own in found),
+    )
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+@pytest.mark.parametrize("frames", [64, 300])
+@pytest.mark.parametrize("name", NG)
+@pytest.mark.parametrize("skewed", [False, True])
+def test_ng_sgd(columns: int, frames: int, name: str, skewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with every update followed by an orthonormalization."""
+    if skewed:
+        monkeypatch.setattr(natural_gradient, "_CONDITION", 0.0)
+        monkeypatch.setattr(natural_gradient, "_ORTHONORMAL", -1.0)
+    whole = new_network(40, 3, 64, 50, dtype=torch.float64)
+    data = minibatches(whole, STEPS, frames)
+    parameters, fisher = largest_difference(columns, whole, NG[name], data, Float64())
+    assert parameters <= 1e-10
+    assert fisher <= 1e-10
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+@pytest.mark.parametrize("use_kernels", [False, True])
+def test_ng_sgd_in_float32(columns: int, use_kernels: bool) -> None:
+    whole = new_network(40, 3, 64, 50)
+    arithmetic = make_arithmetic("float32", torch.device("cpu"), use_kernels=use_kernels)
+    parameters, fisher = largest_difference(columns, whole, NG["free"], minibatches(whole, STEPS, 64), arithmetic)
+    assert parameters <= 2e-5
+    assert fisher <= 1e-3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("use_kernels", [False, True])
+def test_ng_sgd_in_bf16(exact: bool, use_kernels: bool) -> None:
+    """As near to float32 as one worker's is."""
+    whole, options = new_network(40, 3, 64, 50), replace(NG["free"], exact=exact)
+    data = minibatches(whole, STEPS, 64)
+    arithmetic = make_arithmetic("bf16", torch.device("cpu"), use_kernels=use_kernels)
+    expected = ng_trained(whole, options, data, Float32())(whole)[0][-1]
+    unsplit = ng_trained(whole, options, data, arithmetic)(whole)[0][-1]
+    for found, _ in on_columns(2, whole, ng_trained(whole, options, data, arithmetic)):
+        assert (found[-1] - expected).norm() <= 1.5 * (unsplit - expected).norm()

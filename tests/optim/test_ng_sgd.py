@@ -254,7 +254,7 @@ def test_the_option_says_how_bf16_is_preconditioned(
     moved, projection = [], bf16.projection
     for only in (False, True):
         if only:
-            monkeypatch.setattr(bf16, "projection", lambda *memory, exact: projection(*memory, exact=True))
+            monkeypatch.setattr(bf16, "projection", lambda *memory, **how: projection(*memory, **how | {"exact": True}))
         made, generator = network(4)
         optimizer, workspace = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, exact=exact)), Workspace(made, 20, bf16)
         for _ in range(3):

@@ -75,6 +75,17 @@ def test_two_data_groups_train_as_two_trainings(name: str, monkeypatch: pytest.M
     assert not torch.equal(found[0][0], found[1][0])
 
 
+def test_the_columns_of_a_replica_have_ranks_that_follow_each_other() -> None:
+    def work(world: Communicator) -> list[list[int]]:
+        groups = Groups.split(world, 3)
+        assert groups.stage.world_size == 1
+        return [group.all_gather_object(world.rank) for group in (groups.replica, groups.column, groups.data)]
+
+    for rank, found in enumerate(run_workers(6, work)):
+        replica = [0, 1, 2] if rank < 3 else [3, 4, 5]
+        assert found == [replica, replica, [rank % 3, rank % 3 + 3]]
+
+
 def in_columns(world: Communicator) -> Groups:
     """Four workers: two replicas of two columns each."""
     column = world.split(world.rank // 2, world.rank)

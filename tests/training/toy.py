@@ -22,7 +22,6 @@ from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.objective import CrossEntropy, MakeObjective
-from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.optim.schedule import Exponential, MinibatchSizes
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
 from ddnn.runs.rows import MetricsRow
@@ -30,7 +29,7 @@ from ddnn.runs.run_dir import NullRunDir
 from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
 from ddnn.training.evaluation import CrossValidation
 from ddnn.training.loop import train
-from ddnn.training.options import averaging_options, optimizer_options
+from ddnn.training.options import averaging_options, make_partition, optimizer_of
 from ddnn.training.state import Checkpointable, CheckpointPolicy
 from ddnn.training.step import EagerStep
 from ddnn.training.trainer import Trainer
@@ -100,9 +99,9 @@ def toy_trainer(
     data. Collective."""
     groups = comm if isinstance(comm, Groups) else Groups.data_parallel(comm)
     model, config = toy_model(), optimizer or make_optimizer_config()
-    network = model.network.with_frozen(frozen)
+    network = model.network.part_of(make_partition(model.network.layers, groups)).with_frozen(frozen)
     model = replace(model, network=network)
-    sgd = make_optimizer(optimizer_options(config), network)
+    sgd = optimizer_of(config, network)
     averaging = replace(averaging_options(parallel, config.momentum), interval=interval)
     averager = make_averager(averaging, groups, network, sgd)
     averager.broadcast()

@@ -1,0 +1,135 @@
+"""`ddnn train` with `parallel.columns`, as a user runs it, over MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
+from distributed.mpi_worlds import need_mpi
+from training.test_workers import DDNN, ENVIRONMENT, ddnn, rows
+
+from ddnn.nn.acoustic_model import load_model
+
+NG = "optimizer: {name: ng-sgd, rank_in: 3, rank_out: 3}\nparallel: {averaging_period: 2}\nprecision: float32\n"
+
+
+@pytest.fixture(autouse=True)
+def with_mpi() -> None:
+    need_mpi()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return new_recipe(tmp_path)
+
+
+def new_recipe(folder: Path, **size: int) -> Path:
+    features, labels = labelled_utterances(**size)
+    data = write_data_dir(folder / "data", features)
+    return write_recipe(folder / "recipe.yaml", data, write_pdfs(folder / "pdfs.txt", labels), NG)
+
+
+def train(recipe: Path, run: Path, workers: int, columns: int, *more: str) -> subprocess.CompletedProcess[str]:
+    return ddnn("train", recipe, "--run-dir", run, "--workers", workers, "--set", f"parallel.columns={columns}", *more)
+
+
+def parameters(path: Path) -> torch.Tensor:
+    return load_model(path).network.parameters
+
+
+def cv_losses(run: Path) -> list[float]:
+    return [row["loss"] for row in rows(run) if row.get("split") == "cv"]
+
+
+@pytest.mark.parametrize(("workers", "columns", "alike"), [(2, 2, 1), (3, 3, 1), (4, 2, 2)])
+def test_columns_train_what_single_workers_train(
+    recipe: Path, tmp_path: Path, workers: int, columns: int, alike: int
+) -> None:
+    for name, n, k in (("split", workers, columns), ("whole", alike, 1)):
+        done = train(recipe, tmp_path / name, n, k)
+        assert done.returncode == 0, done.stderr
+    split, whole = tmp_path / "split", tmp_path / "whole"
+    assert cv_losses(split) == pytest.approx(cv_losses(whole), abs=1e-4)
+    found, expected = parameters(split / "final.safetensors"), parameters(whole / "final.safetensors")
+    assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+    figures = []
+    for run in (split, whole):
+        done = ddnn("evaluate", run, "--data", tmp_path / "data", "--alignments", tmp_path / "pdfs.txt", "--json")
+        assert done.returncode == 0, done.stderr
+        figures.append(json.loads(done.stdout)["loss"])
+        assert (run / "ali_train_pdf.counts").read_bytes() == (whole / "ali_train_pdf.counts").read_bytes()
+    assert figures[0] == pytest.approx(figures[1], abs=1e-4)
+
+
+def test_stopped_amid_an_epoch_and_resumed_with_other_columns(tmp_path: Path) -> None:
+    recipe, run = new_recipe(tmp_path, count=60, frames=200), tmp_path / "run"
+    words = [*DDNN, "train", recipe, "--run-dir", run, "--workers", "2", "--set", "parallel.columns=2"]
+    process = subprocess.Popen(list(map(str, words)), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (run / "metrics.jsonl").is_file():
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    assert {path.name for path in checkpoint.iterdir()} == {
+        "manifest.json",
+        "global.safetensors",
+        "rank0000.safetensors",
+    }
+    losses = {}
+    for columns in (2, 1):
+        copy = tmp_path / f"by {columns}"
+        subprocess.run(["cp", "-r", str(run), str(copy)], check=True)
+        done = train(recipe, copy, columns, columns, "--resume")
+        assert done.returncode == 0, done.stderr
+        losses[columns] = cv_losses(copy)
+        if columns == 1:
+            assert re.search(r"parallel.columns is now 1; was 2", done.stderr)
+    undisturbed = tmp_path / "undisturbed"
+    assert train(recipe, undisturbed, 2, 2).returncode == 0
+    assert cv_losses(undisturbed) == losses[2]
+    assert losses[1] == pytest.approx(losses[2], abs=1e-3)
+    same = tmp_path / "by 2/final.safetensors"
+    assert same.read_bytes() == (undisturbed / "final.safetensors").read_bytes()
+
+
+def test_a_dead_worker_restarts_the_job(tmp_path: Path) -> None:
+    recipe, run = new_recipe(tmp_path, count=60, frames=200), tmp_path / "run"
+    words = [*DDNN, "train", recipe, "--run-dir", run, "--workers", "2", "--set", "parallel.columns=2"]
+    words += ["--set", "checkpoint.interval_minibatches=20"]
+    process = subprocess.Popen(list(map(str, words)), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    deadline, workers = time.monotonic() + 120, list[int]()
+    while time.monotonic() < deadline and not list((run / "checkpoints").glob("[0-9]*")):
+        time.sleep(0.05)
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            words_of = path.with_name("cmdline").read_bytes()
+            if str(run).encode() in words_of and b"OMPI_COMM_WORLD_RANK=1\0" in path.read_bytes():
+                workers.append(int(path.parent.name))
+        except OSError:
+            continue
+    assert len(workers) == 1
+    os.kill(workers[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert [row["event"] for row in rows(run) if row["type"] == "event"] == ["restarted"]
+    undisturbed = tmp_path / "undisturbed"
+    assert train(recipe, undisturbed, 2, 2).returncode == 0
+    assert (run / "final.safetensors").read_bytes() == (undisturbed / "final.safetensors").read_bytes()
+
+
+def test_columns_that_no_layer_has(recipe: Path, tmp_path: Path) -> None:
+    done = train(recipe, tmp_path / "run", 4, 4)
+    assert done.returncode == 2
+    assert done.stderr.count("parallel.columns") == 1
+    assert "4 found, expected at most 3: layer 2 has 3 outputs" in done.stderr
