@@ -104,7 +104,7 @@ gpu:
 
 KILLS ?= 200
 soak: setup-dev
-	DDNN_TEST_EACH_DEATH=1 $(BIN)/python -m pytest tests/training/test_restarts.py
+	DDNN_TEST_EACH_DEATH=1 DDNN_TEST_REAL_PYTHON=1 $(BIN)/python -m pytest tests/training/test_restarts.py
 	PYTHONPATH=tests $(BIN)/python tests/training/killing.py --kills $(KILLS)
 
 SAME_RESULTS ?= .same-results.json

@@ -18,6 +18,7 @@ import pytest
 import torch
 from corpora import write_data_dir, write_pdfs
 from distributed.mpi_worlds import need_mpi
+from forked_python import forked_python
 from jobs import Job, make_job
 from kaldi_files import read_matrix
 
@@ -256,7 +257,7 @@ def test_the_log_is_shown_where_logging_is_configured(job: Job, tmp_path: Path, 
     )
     code = f"{train % 1}; import logging, sys; sys.stderr.write('configured\\n'); logging.basicConfig(); {train % 2}"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "DDNN_"))}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([forked_python(), "-c", code], env=environment, capture_output=True, text=True, check=True)
     before, _, second = done.stderr.partition("configured\n")
     assert done.stdout == "" and before == "", done.stderr
     assert second.count("epoch  1 cv") == 1 and f"finished: {tmp_path}/run2" in second

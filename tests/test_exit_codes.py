@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from corpora import write_data_dir
 from distributed.mpi_worlds import need_mpi
+from forked_python import forked_python
 from jobs import Job, make_job
 from training import deaths as deaths_module
 from training.deaths import DEATHS
@@ -26,6 +27,7 @@ from ddnn.training.model_evaluation import evaluate_run
 
 README = Path(__file__).parents[1] / "README.md"
 SECONDS = 300.0  # a guard against hangs
+NONE = "<&- >&- 2>&-"
 SHOWING = (
     "--help",
     "--version",
@@ -59,12 +61,15 @@ def variables(**more: str) -> dict[str, str]:
 
 
 def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "ddnn.cli", *map(str, words)]
+    """`ddnn` with these words; forked where it imports torch."""
+    python = forked_python() if words[0] in ("train", "evaluate", "decode-prep") else sys.executable
+    return [python, "-m", "ddnn.cli", *map(str, words)]
 
 
 def ddnn(*words: object, redirect: str = "", **more: str) -> subprocess.CompletedProcess[str]:
-    """`ddnn` with these words, its streams redirected by a shell."""
-    shell = ["/bin/sh", "-c", f'exec "$@" {redirect}', "sh", *command(*words)]
+    """`ddnn` with these words, its streams redirected by a shell; with none of them by a real Python."""
+    python, *others = command(*words)
+    shell = ["/bin/sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable if redirect == NONE else python, *others]
     streams: dict[str, Any] = {"capture_output": True, "stdin": subprocess.DEVNULL, "text": True, "timeout": SECONDS}
     return subprocess.run(shell, env=variables(**more), check=False, **streams)
 
@@ -123,7 +128,7 @@ def test_messages_that_nobody_can_be_told_do_not_change_the_code(job: Job, text:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("redirect", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "2> /dev/full", "> /dev/full"])
+@pytest.mark.parametrize("redirect", ["<&-", ">&-", "2>&-", NONE, "2> /dev/full", "> /dev/full"])
 def test_a_training_needs_no_standard_stream(job: Job, tmp_path: Path, redirect: str, workers: int) -> None:
     """And none of its files takes the number of a closed one, into which messages would be written."""
     if workers > 1:
@@ -229,7 +234,7 @@ def test_a_signal_while_mpi_starts_has_its_own_code(job: Job, tmp_path: Path) ->
     )
     codes = {}
     for name in ("SIGUSR1", "SIGINT", "SIGTERM"):
-        command = [sys.executable, script, "train", job.recipe, "--run-dir", tmp_path / "run", name]
+        command = [forked_python(), script, "train", job.recipe, "--run-dir", tmp_path / "run", name]
         worker = variables(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0", PMIX_RANK="0")
         done = subprocess.run(command, capture_output=True, text=True, env=worker, check=False)
         assert done.stderr.endswith("ddnn: interrupted\n"), done.stderr

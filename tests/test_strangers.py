@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from corpora import write_recipe
 from distributed.mpi_worlds import need_mpi
+from forked_python import forked_python
 from jobs import Job, make_job
 from reproduce.small import write_corpus
 from training import deaths as deaths_module
@@ -188,16 +189,18 @@ def test_workers_that_are_started_again_are_allowed_what_their_user_has_allowed(
     path = os.pathsep.join([str(job.root / "patch"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, DEATHS: '[[1, "minibatch", 3]]', "PYTHONPATH": path}
     words = ["train", job.recipe, "--run-dir", job.run, "--workers", "2", "--device", "cpu"]
-    done = ddnn(*words, environment=environment)
+    done = ddnn(*words, environment=environment, python=forked_python())
     assert done.returncode == 0, done.stderr
     assert "restart 1, from the beginning" in done.stderr
     assert (job.run / "train.log").read_text().count("entries of") == 2
 
 
-def ddnn(*words: object, environment: dict[str, str] | None = None, **options: Any) -> Any:
+def ddnn(
+    *words: object, environment: dict[str, str] | None = None, python: str = sys.executable, **options: Any
+) -> Any:
     """`ddnn` as the shell runs it: the working directory is not where Python looks for modules."""
     start = "import sys; sys.path[:1] == [''] and sys.path.pop(0); from ddnn.cli import main; main()"
-    command = [sys.executable, "-c", start, *map(str, words)]
+    command = [python, "-c", start, *map(str, words)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, **options)
 
 
@@ -372,7 +375,7 @@ def test_bars_and_bugs_do_not_let_names_control_the_terminal() -> None:
         "path.describe_path = broken\n"
         "from ddnn.cli import main; main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([forked_python(), "-c", code], capture_output=True, text=True, check=False)
     bar, trace, bug = done.stderr.partition("Traceback")
     assert "[bold]" in bar and "\x1b]0" not in bar and "forged" not in bar.splitlines()
     assert_tame((trace + bug).replace("\nforged", ""), "ZeroDivisionError: x\\x1b", "this is a bug in ddnn")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from distributed.mpi_worlds import need_mpi
+from forked_python import forked_python
 
 from ddnn.averaging.averager import Averager
 from ddnn.bench import step, workers
@@ -21,7 +21,7 @@ from ddnn.recipe.schema import AveragingConfig
 
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ddnn.cli", "bench", "--device", "cpu", "--seconds", "0.2", *options]
+    command = [forked_python(), "-m", "ddnn.cli", "bench", "--device", "cpu", "--seconds", "0.2", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 

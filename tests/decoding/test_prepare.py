@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import unlike_utterances, write_data_dir
+from forked_python import forked_python
 from jobs import assert_refused, files_in
 from kaldi_files import read_matrix
 
@@ -264,7 +264,7 @@ def test_posteriors_are_kaldis_through_a_pipe(golden: Path, tmp_path: Path) -> N
     lines = [line.split(None, 1) for line in (nnet1 / "feats.scp").read_text().splitlines()]
     (tmp_path / "data").mkdir()
     (tmp_path / "data/feats.scp").write_text("".join(f"{key} {nnet1 / rest}\n" for key, rest in lines))
-    words = [sys.executable, "-m", "ddnn.cli", "decode-prep", str(run), "--data", str(tmp_path / "data")]
+    words = [forked_python(), "-m", "ddnn.cli", "decode-prep", str(run), "--data", str(tmp_path / "data")]
     words += ["--device", "cpu", "--as", "posteriors", "--jobs", "2", "--out", "-"]
     done = subprocess.run(words, capture_output=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_python import forked_python
 
 from ddnn.distributed.mpirun import find_mpirun
 from ddnn.util.errors import UserError
@@ -32,8 +33,11 @@ def need_mpi() -> None:
         pytest.skip(error.message)
 
 
-def launch(workers: int, script: str, *arguments: str | Path) -> subprocess.Popen[str]:
-    """A launcher, as `ddnn train --workers N` is one, of `workers` copies of a script beside this file."""
+def launch(
+    workers: int, script: str | Path, *arguments: str | Path, python: str | None = None
+) -> subprocess.Popen[str]:
+    """A launcher, as `ddnn train --workers N` is one, of `workers` copies of a script beside this file, which `python`
+    runs (forked_python.py)."""
     need_mpi()
     environment = {
         **os.environ,
@@ -41,7 +45,7 @@ def launch(workers: int, script: str, *arguments: str | Path) -> subprocess.Pope
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-c", LAUNCH, str(workers)]
-    command += [sys.executable, str(HERE / script), *map(str, arguments)]
+    command += [python or forked_python(), str(HERE / script), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 

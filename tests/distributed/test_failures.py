@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +34,8 @@ FAILING = ["raise", "user-error", "exit", "thread", "killed", "hung", "hung in M
 SOON = 120.0
 """Seconds: no worker ends by itself before 900, and a busy machine takes its time."""
 STOPPED = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL, "mpirun": signal.SIGKILL}
+REAL = {*STOPPED, "killed", "hung", "raise"}
+"""In these the workers are processes that mpirun itself has started."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +50,24 @@ class Outcome:
     out: Path
 
 
-def when_they_run(out: Path, workers: int, process: subprocess.Popen[str]) -> tuple[list[int], float]:
-    """Waits until all workers are past their start; the pids of the workers and of mpirun, when worker 1 failed."""
+def when_they_run(out: Path, workers: int, real: bool) -> tuple[list[int], float]:
+    """Waits until all workers are past their start; the pids of the workers and, if those are real, of mpirun, their
+    parent; when worker 1 failed."""
     deadline = time.monotonic() + 600
     while len(found := list(out.glob("*.pid"))) < workers:
         assert time.monotonic() < deadline, "the workers do not start"
         time.sleep(0.02)
     words = {file.stem: file.read_text().split() for file in found}
-    return sorted({int(pid) for line in words.values() for pid in line[:2]}), float(words["1"][2])
+    return sorted({int(pid) for line in words.values() for pid in line[: 1 + real]}), float(words["1"][2])
 
 
 def outcome(way: str, out: Path) -> Outcome:
     out.mkdir()
     workers = WORKERS.get(way, 2)
-    process = launch(workers, "mpi_failing.py", way, out)
+    real = way in REAL
+    process = launch(workers, "mpi_failing.py", way, out, python=sys.executable if real else None)
     try:
-        pids, since = when_they_run(out, workers, process)
+        pids, since = when_they_run(out, workers, real)
         if way in STOPPED:
             since = time.time()
             os.kill(child_of(process.pid) if way == "mpirun" else process.pid, STOPPED[way])

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked_python import forked_python
 from reproduce.small import Toy, one_seed, write_corpus
 
 from ddnn.nn.acoustic_model import load_model
@@ -245,7 +246,7 @@ def test_a_stop_leaves_checkpoints_and_the_same_call_goes_on(tmp_path: Path, run
     base.write_text(base.read_text().replace("epochs: 2", "epochs: 100"))
     (folder / "reproduce.yaml").write_text((folder / "reproduce.yaml").read_text() + "aliases: {sgd: base}\n")
     arguments = ["reproduce", "table6", "--corpus", str(folder), "--out", str(out), "--device", "cpu", "--workers", "1"]
-    command = [sys.executable, "-m", "ddnn.cli", *arguments, "--cores", "1"]
+    command = [forked_python(), "-m", "ddnn.cli", *arguments, "--cores", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
         deadline = time.monotonic() + 600
         while not list(out.glob("runs/*/checkpoints/[0-9]*")) and time.monotonic() < deadline:

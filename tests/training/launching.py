@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from forked_python import forked_python
 
 from ddnn.distributed.mpirun import find_mpirun, mpirun_command
 
@@ -19,7 +20,7 @@ def mpi_script(name: str, workers: int, *arguments: object, timeout: float = 600
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1]))),
     }
-    words = [sys.executable, str(HERE / name), *map(str, arguments)]
+    words = [forked_python(), str(HERE / name), *map(str, arguments)]
     command, variables = mpirun_command(workers, words, environment, find_mpirun(environment))
     done = subprocess.run(
         command, env=variables, capture_output=True, text=True, errors="replace", timeout=timeout, check=False

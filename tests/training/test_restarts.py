@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from distributed.mpi_worlds import need_mpi
+from forked_python import forked_python
 from training import deaths as deaths_module
 from training.deaths import DEATHS
 from training.killing import write_job
@@ -33,8 +34,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    recipe: Path, run: Path, *deaths: tuple[int, str, int], settings: tuple[str, ...] = (), workers: int = WORKERS
-) -> Any:
+    recipe: Path, run: Path, *deaths: tuple[int, str, int], settings: tuple[str, ...] = (), workers: int = WORKERS,
+    python: str | None = None,
+) -> Any:  # fmt: skip
     """`ddnn train` by workers that die like this; code, stderr."""
     words = ["train", recipe, "--run-dir", run, "--workers", workers, "--device", "cpu"]
     words += [word for setting in settings for word in ("--set", setting)]
@@ -43,7 +45,7 @@ def train(
     }
     environment |= {DEATHS: json.dumps(deaths), "PYTHONPATH": str(recipe.parent / "patch"), "OMP_NUM_THREADS": "1"}
     environment["TMPDIR"] = str(recipe.parent / "tmp")
-    command = [sys.executable, "-m", "ddnn.cli", *map(str, words)]
+    command = [python or forked_python(), "-m", "ddnn.cli", *map(str, words)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
 
 
@@ -139,7 +141,7 @@ def test_a_worker_that_raises_ends_the_job(recipe: Path) -> None:
 
 
 def test_a_worker_that_dies_again_and_again(recipe: Path) -> None:
-    run = recipe.parent / "again"
-    done = train(recipe, run, *[(2, "minibatch", 2)] * 3, settings=("parallel.max_restarts=1",))
+    run, settings = recipe.parent / "again", ("parallel.max_restarts=1",)
+    done = train(recipe, run, *[(1, "minibatch", 2)] * 3, settings=settings, workers=2, python=sys.executable)
     assert done.returncode == EXIT_KILLED
     assert "not started again after 1 restart without a newer checkpoint" in done.stderr

@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import yaml
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe, write_transforms
 from distributed.mpi_worlds import need_mpi
 from distributed.threads import run_workers
+from forked_python import forked_python
 from jobs import RunCli, assert_refused, make_job
 from training.launching import mpi_script
 from training.toy import MINIBATCH, toy_trainer
@@ -718,7 +718,7 @@ def test_nobody_hears_that_it_was_stopped(tmp_path: Path) -> None:
         recipe_of(tmp_path, "", "schedule: {name: exponential, initial_learning_rate: 0.001, epochs: 100000}"),
         tmp_path / "r",
     )
-    words = [sys.executable, "-m", "ddnn.cli", "train", str(recipe), "--run-dir", str(run), "--device", "cpu"]
+    words = [forked_python(), "-m", "ddnn.cli", "train", str(recipe), "--run-dir", str(run), "--device", "cpu"]
     training = subprocess.Popen(words, stderr=subprocess.PIPE)
     try:
         until = time.monotonic() + 600

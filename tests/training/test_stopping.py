@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_python import forked_python
 
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 
@@ -101,7 +101,7 @@ def test_a_second_sigterm_ends_the_process(safe: bool) -> None:
         "    try: os.kill(os.getpid(), signal.SIGHUP)\n    except InterruptedBeforeTraining: print('early', flush=True)\n"
         "    print(stop.signal_name, flush=True)\n    os.kill(os.getpid(), signal.SIGTERM)\n    print('not reached')\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    run = subprocess.run([forked_python(), "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == -signal.SIGTERM, run.stderr
     assert run.stdout == ("SIGHUP\n" if safe else "early\nSIGHUP\n")
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from distributed.mpi_worlds import all_gone, need_mpi
+from forked_python import forked_python
 from training.launching import mpi_script
 
 from ddnn.distributed.mpirun import find_mpirun
@@ -58,7 +59,7 @@ def write_job(folder: Path, more: str = "", **size: int) -> Path:
 
 
 def ddnn(*words: object, prefix: tuple[str, ...] = (), **more: str) -> subprocess.CompletedProcess[str]:
-    command = [*prefix, *DDNN, *map(str, words)]
+    command = [*prefix, forked_python(), "-m", "ddnn.cli", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=ENVIRONMENT | more, check=False)
 
 
