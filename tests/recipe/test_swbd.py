@@ -23,6 +23,13 @@ SGD = {
 } | {"optimizer.name": "sgd"}  # fmt: skip
 BMUF = {"parallel.strategy": "bmuf", "parallel.nesterov": True, "parallel.averaging_period": 117}
 WARM = {"parallel.warmup": "single-worker", "parallel.warmup_minibatches": 100}
+DATA_PARALLEL = {
+    **SGD,
+    "schedule.initial_learning_rate": 0.002,
+    "init": "random",
+    "minibatch_scope": "total",
+    "parallel.strategy": "gradient-all-reduce",
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "base": {},
     "random": {"init": "random"},
@@ -36,13 +43,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "schedule.epochs": None,
     },
     "sgd": {**SGD, "schedule.initial_learning_rate": 0.002},
-    "data-parallel": {
-        **SGD,
-        "schedule.initial_learning_rate": 0.002,
-        "init": "random",
-        "minibatch_scope": "total",
-        "parallel.strategy": "gradient-all-reduce",
-    },
+    "data-parallel": DATA_PARALLEL,
+    "columns": {**DATA_PARALLEL, "parallel.columns": 2},
     "sgd-half": {**SGD, "schedule.initial_learning_rate": 0.001},
     **{name: {"parallel.strategy": name} for name in ("butterfly", "ring", "hopping-ring")},
     "bmuf": BMUF,
