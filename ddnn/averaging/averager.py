@@ -87,7 +87,8 @@ class Timer:
 class EpochCounters:
     """What this worker did since the epoch began: the figures of its row in metrics.jsonl."""
 
-    stats: CommStats  # the data group's counters as the epoch began
+    stats: CommStats  # the data group's counters as the epoch began, or this start within it
+    column_stats: CommStats  # those of the column group
     frames: int = 0  # trained on, as the minibatches
     minibatches: int = 0
     averagings: int = 0
@@ -121,7 +122,7 @@ class Averager:
     def __init__(self, groups: Groups, network: Network | Rbm, optimizer: Sgd | Rbm) -> None:
         self.groups, self.network, self.optimizer = groups, network, optimizer
         self.lr_scale = 1.0
-        self.timer, self.counters = Timer(), EpochCounters(groups.data.stats.copy())
+        self.timer, self.counters = Timer(), EpochCounters(groups.data.stats.copy(), groups.column.stats.copy())
         self.local_request: Callable[[], Request] = lambda: Request.NONE
         self.requested = Request.NONE
         self._interval_started = 0.0
@@ -131,7 +132,8 @@ class Averager:
     def begin_epoch(self, num_minibatches: int, num_frames: int) -> int:
         """Starts the counters; returns how many of this worker's `num_minibatches`, of `num_frames` in all, it is to train
         on. Collective."""
-        self.counters, self._remainder_frames = EpochCounters(self.groups.data.stats.copy()), 0
+        groups, self._remainder_frames = self.groups, 0
+        self.counters = EpochCounters(groups.data.stats.copy(), groups.column.stats.copy())
         self.timer.restart()
         self._interval_started = time.perf_counter()
         return num_minibatches
@@ -191,7 +193,7 @@ class Averager:
         """Restores `state_dict`, after the parameters were restored."""
         traffic = CommStats(*state["traffic"].tolist())
         traffic.bytes_sent = int(traffic.bytes_sent)
-        self.counters = counters = EpochCounters(self.groups.data.stats - traffic)
+        self.counters = counters = EpochCounters(self.groups.data.stats - traffic, self.groups.column.stats.copy())
         counters.frames, counters.minibatches, counters.averagings, counters.excluded_averagings, *rest = map(
             int, state["counters"].tolist()
         )

@@ -103,6 +103,8 @@ def _of_run(run: Run) -> Measurement:
         hint = "train again with this version of ddnn"
         raise DataError(f"this run dir has no {RECIPE}", location=run.path, hint=hint)
     parallel, workers = run.recipe.parallel, number_of_workers(run)
+    if parallel.columns > 1:
+        raise DataError(f"its workers share models: parallel.columns is {parallel.columns}", location=run.path)
     rows = [row for row in run.metrics.workers if row.seconds and row.minibatches and row.frames]
     reported = Counter(row.epoch for row in rows)
     rows = [row for row in rows if reported[row.epoch] == workers and row.num_parameters and row.compute_fraction]

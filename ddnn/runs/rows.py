@@ -225,6 +225,9 @@ class WorkerRow(MetricsRow):
     bytes_sent: Count | None = None
     comm_seconds: Seconds = None  # spent moving parameters, with overlap in the background
     num_parameters: Count | None = None
+    columns: Count = 1  # workers that share its model, and these frames
+    column_seconds: Seconds = None  # in messages to them, part of `compute_fraction`; None where there are none
+    column_bytes: Count | None = None  # sent in these
     interval_seconds: Seconds = None  # of the minibatches between two averagings, mean and standard deviation
     interval_seconds_std: Seconds = None
 

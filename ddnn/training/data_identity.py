@@ -16,6 +16,8 @@ from ddnn.data.dataset import STATISTICS_UTTERANCES, AcousticDataset
 from ddnn.data.index import UtteranceIndex
 from ddnn.data.pipeline import TrainingData
 from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.groups import Groups
+from ddnn.util.errors import DataError
 
 FEATURE_TOLERANCE = 1e-4
 """By how much of its standard deviation a feature may differ on average where data is the same: another order of sums,
@@ -81,6 +83,17 @@ def data_identity(data: TrainingData, comm: Communicator) -> DataIdentity:
         chosen = index.utterances[:: -(-len(index.entries) // STATISTICS_UTTERANCES)]  # evenly over the corpus
         features[data_key] = feature_statistics(dataset, _positions(dataset, chosen), comm).tolist()
     return DataIdentity(contents=contents, features=features)
+
+
+def check_shared_data(identity: DataIdentity, groups: Groups) -> None:
+    """DataError where workers of a replica, which train on the same minibatches, have read other data, of files that are not
+    the same on all hosts. Collective."""
+    everyone = groups.replica.all_gather_object([groups.world.rank, groups.world.host, identity.model_dump()])
+    first, host, found = everyone[0]
+    if changed := identity.differences(DataIdentity.model_validate(found)):
+        key, text = next(iter(changed.items()))
+        who = f"workers {first} on {host} and {groups.world.rank} on {groups.world.host} share a model"
+        raise DataError(f"{who}, but their data differs: {key}: {text}", hint="give every host the same files")
 
 
 def split_digests(data: TrainingData) -> tuple[str, str]:

@@ -43,7 +43,7 @@ from ddnn.runs.run_dir import RunDir, open_run_dir
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
 from ddnn.training import options
 from ddnn.training.data import load_data
-from ddnn.training.data_identity import DataIdentity, data_identity, split_digests
+from ddnn.training.data_identity import DataIdentity, check_shared_data, data_identity, split_digests
 from ddnn.training.evaluation import CrossValidation, baseline_result
 from ddnn.training.initial_model import (
     initial_model,
@@ -199,7 +199,12 @@ def assign_device(recipe: Recipe, device: str, world: Communicator) -> torch.dev
     chosen = choose_device(device, world.local_rank, threads=recipe.parallel.cpu_threads)
     identities = world.all_gather_object([world.rank, world.host, device_identity(chosen)])
     check_devices(identities, recipe.parallel.oversubscribe_gpus)
-    if recipe.parallel.columns > 1 and (gpus := [rank for rank, _, identity in identities if identity != "cpu"]):
+    columns = recipe.parallel.columns
+    for replica in (identities[first : first + columns] for first in range(0, len(identities), columns)):
+        if len(hosts := list(dict.fromkeys(host for _, host, _ in replica))) > 1 and world.rank == 0:
+            which = f"workers {replica[0][0]} to {replica[-1][0]} share every layer, but are on {' and '.join(hosts)}"
+            log.warning("%s: two messages for each layer and minibatch go over the network", which)
+    if columns > 1 and (gpus := [rank for rank, _, identity in identities if identity != "cpu"]):
         message = (
             f"{recipe.parallel.columns} found, but worker {gpus[0]} computes on a GPU: layers are split on CPUs only"
         )
@@ -236,6 +241,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     data = load_data(job.recipe, job.device, groups)
     options.require_minibatch(data.index, "minibatch_size", options.minibatch_sizes(recipe).end, data.train_shards)
     identity = data_identity(data, groups.data)
+    check_shared_data(identity, groups)
     if pretraining is not None and dbn is None:
         dbn = train_dbn(job, pretraining, groups, data)
     if loaded is None:

@@ -214,7 +214,10 @@ def estimate_memory(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int)
     """What a training by this recipe needs besides its frames."""
     parallel, optimizer = recipe.parallel, optimizer_options(recipe.optimizer)
     layers, minibatch = network_layers(recipe, input_dim, num_pdfs), minibatch_sizes(recipe).end
-    one_copy, per_frame = 4 * num_parameters(layers), 4 * activation_floats(layers)
+    one_copy, per_frame, columns = 4 * num_parameters(layers), 4 * activation_floats(layers), parallel.columns
+    own_copy = one_copy // columns
+    if columns > 1:  # own outputs, and the whole inputs that were gathered
+        per_frame += per_frame // columns
     frozen = frozen_layers(recipe, layers)
     trainable = [layer for i, layer in enumerate(layers) if i not in frozen]
     # The model before an averaging, and MPI's own copy of it; those that the strategy keeps.
@@ -224,13 +227,13 @@ def estimate_memory(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int)
     means = (last + 5 if last > 1 else 0) + 5 * moving + (recipe.schedule.keep == "best")
     copies = 3 + means + (recipe.precision != "float32")  # parameters, gradient, the best so far; bf16
     cpu = {
-        "parameters": copies * one_copy,
-        "momentum": one_copy if optimizer.momentum > 0 else 0,
+        "parameters": copies * own_copy,
+        "momentum": own_copy if optimizer.momentum > 0 else 0,
         "activations": (minibatch + EVAL_BATCH) * per_frame,  # of a minibatch, and of a block of cross-validation
         "files": 3 * one_copy,  # a model being written takes two copies, a checkpoint that is read three
         "libraries": LIBRARY_BYTES,
         "natural gradient": optimizer.num_bytes(trainable, minibatch),
-        "averaging": averaging_copies * one_copy if workers > 1 else 0,
+        "averaging": averaging_copies * own_copy if workers > 1 else 0,
     }
     beside_gpu = {"files": 4 * one_copy, "averaging": 2 * one_copy if workers > 1 else 0, "libraries": LIBRARY_BYTES}
     gpu_activations = 2 * GPU_ACTIVATION_COPIES * per_frame * max(minibatch, EVAL_BATCH)

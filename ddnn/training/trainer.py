@@ -423,6 +423,7 @@ def worker_row(epoch: int, averager: Averager) -> WorkerRow:
     )
     seconds = max(time.perf_counter() - timer.started, 1e-9)
     traffic, averaging = groups.data.stats - counters.stats, timer.seconds["averaging"]
+    shared = groups.column.stats - counters.column_stats
     waiting = 0.0 if averager.overlapped else min(traffic.wait_seconds, averaging)
     return WorkerRow(
         epoch=epoch,
@@ -442,6 +443,9 @@ def worker_row(epoch: int, averager: Averager) -> WorkerRow:
         bytes_sent=traffic.bytes_sent,
         comm_seconds=traffic.comm_seconds,
         num_parameters=parameters.numel(),
+        columns=groups.column.world_size,
+        column_seconds=shared.comm_seconds or None,
+        column_bytes=shared.bytes_sent or None,
         interval_seconds=_mean(counters.interval_seconds),
         interval_seconds_std=statistics.pstdev(counters.interval_seconds) if counters.interval_seconds else None,
     )

@@ -10,13 +10,15 @@ import torch
 from column_split import Float64, difference, minibatches, new_network, on_columns, trained
 from torch import Tensor
 
+from ddnn.data.batches import Batch
 from ddnn.nn.arithmetic import Float32, make_arithmetic
 from ddnn.nn.columns import ColumnPartition
-from ddnn.nn.network import Network
+from ddnn.nn.network import Network, Workspace
 from ddnn.optim import natural_gradient
 from ddnn.optim.columns import ColumnNgSgd
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
 from ddnn.optim.sgd import Sgd, SgdOptions
+from ddnn.training.step import EagerStep
 
 STEPS = 20
 PLAIN = {
@@ -123,3 +125,32 @@ def test_ng_sgd_in_bf16(exact: bool, use_kernels: bool) -> None:
     unsplit = ng_trained(whole, options, data, arithmetic)(whole)[0][-1]
     for found, _ in on_columns(2, whole, ng_trained(whole, options, data, arithmetic)):
         assert (found[-1] - expected).norm() <= 1.5 * (unsplit - expected).norm()
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+def test_bytes_are_those_of_the_formulas(columns: int) -> None:
+    """All-reduces of H and of norms in every minibatch, and of K and L on updates, after the first minibatch."""
+    frames, steps = 64, 14
+    whole, options = new_network(40, 3, 64, 50), NG["free"]
+    data = minibatches(whole, steps, frames)
+
+    def work(network: Network) -> list[tuple[int, int]]:
+        optimizer, comm = make_ng_sgd(network, options), network.partition.comm  # type: ignore[attr-defined]
+        step, found = EagerStep(Workspace(network, frames), optimizer), list[tuple[int, int]]()
+        for x, labels in data:
+            before = comm.stats.copy()
+            step(Batch(x, labels), 1e-3)
+            spent = comm.stats - before
+            found.append((spent.bytes_summed, spent.bytes_gathered))
+        return found
+
+    rank, layers = 20, 4
+    always, on_update = 4 * layers * (frames * rank + frames + 1), 4 * layers * (2 * rank * rank + 1)
+    updates = [t for t in range(1, steps) if t <= 10 or (t - 10) % options.update_period == 0]
+    results = sum(4 * (r * r + r) + 8 * (2 * r + 3) for r in (10, rank) for _ in range(layers))
+    everyone = on_columns(columns, whole, work)
+    for t in range(1, steps):
+        summed, gathered = zip(*(found[t] for found in everyone), strict=True)
+        assert set(summed) == {always + (on_update if t in updates else 0)}
+        after_update = t == 1 or t - 1 in updates
+        assert sum(gathered) == (columns - 1) * (4 * frames * 3 * 64 + (results if after_update else 0))

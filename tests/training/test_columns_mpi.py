@@ -60,6 +60,10 @@ def test_columns_train_what_single_workers_train(
     assert cv_losses(split) == pytest.approx(cv_losses(whole), abs=1e-4)
     found, expected = parameters(split / "final.safetensors"), parameters(whole / "final.safetensors")
     assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+    row = next(row for row in rows(split) if row["type"] == "worker")
+    assert row["columns"] == columns
+    assert row["column_seconds"] > 0 and row["column_bytes"] > 0
+    assert next(row for row in rows(whole) if row["type"] == "worker")["column_seconds"] is None
     figures = []
     for run in (split, whole):
         done = ddnn("evaluate", run, "--data", tmp_path / "data", "--alignments", tmp_path / "pdfs.txt", "--json")
@@ -72,15 +76,15 @@ def test_columns_train_what_single_workers_train(
 def test_stopped_amid_an_epoch_and_resumed_with_other_columns(tmp_path: Path) -> None:
     recipe, run = new_recipe(tmp_path, count=60, frames=200), tmp_path / "run"
     words = [*DDNN, "train", recipe, "--run-dir", run, "--workers", "2", "--set", "parallel.columns=2"]
+    words += ["--set", "checkpoint.interval_minibatches=20"]
     process = subprocess.Popen(list(map(str, words)), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (run / "metrics.jsonl").is_file():
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and not list((run / "checkpoints").glob("[0-9]*")):
         time.sleep(0.05)
-    time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 75, errors
-    (checkpoint,) = (run / "checkpoints").iterdir()
+    *_, checkpoint = sorted((run / "checkpoints").glob("[0-9]*"))
     assert {path.name for path in checkpoint.iterdir()} == {
         "manifest.json",
         "global.safetensors",
