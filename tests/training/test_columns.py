@@ -19,6 +19,7 @@ from ddnn.data.batches import Batch
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.groups import Groups
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
+from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.objective import Sums
 from ddnn.runs.checkpoint import CheckpointStore
@@ -194,6 +195,30 @@ def test_a_single_replica_that_is_not_finite_has_diverged() -> None:
             outcome(trainer)
 
     on(1, 2, work)
+
+
+class Kept(Recorder):
+    """Remembers the models that are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = list[AcousticModel]()
+
+    def save_best(self, model: AcousticModel | None) -> None:
+        self.models += [model] if model is not None else []
+
+
+def test_models_that_are_saved_are_whole() -> None:
+    def work(groups: Groups) -> list[Tensor]:
+        run = Kept()
+        outcome(trainer_of(groups, "mean", run=run))
+        return [model.network.parameters.clone() for model in run.models]
+
+    (expected, *_), (found, other) = on(1, 1, work), on(1, 2, work)
+    assert len(found) == len(expected) == 2
+    for one, another, parameters in zip(found, other, expected, strict=True):
+        assert torch.equal(one, another)
+        torch.testing.assert_close(one, parameters, rtol=1e-4, atol=1e-5)
 
 
 def test_more_columns_than_outputs() -> None:
