@@ -41,6 +41,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 CLIENT = Path(__file__).with_name("forked_client.py")
 PRELOADED = ("kaldiio", "mpi4py", "rich.progress", "safetensors.torch", "torch", "yaml")
@@ -144,9 +145,11 @@ class Program:
             old, stream = getattr(sys, f"__{name}__"), None
             if number in self.numbers:
                 unbuffered = number > 0 and "PYTHONUNBUFFERED" in os.environ
-                raw = open(number, mode, 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+                raw: Any = open(number, mode, 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+                (raw if unbuffered else raw.raw).name = f"<{name}>"
                 by_line = name == "stderr" or os.isatty(number)
                 stream = io.TextIOWrapper(raw, old.encoding, old.errors, None, by_line, unbuffered)
+                stream.mode = mode[0]  # type: ignore[misc]
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 

@@ -70,7 +70,7 @@ BMUF = {
 }  # fmt: skip
 ELSEWHERE = {
     "workers", "warmup", "warmup_minibatches", "oversubscribe_gpus", "pretrain_data", "max_restarts", "hang_timeout",
-    "cpu_threads", "gpu_transport",
+    "cpu_threads", "gpu_transport", "columns",
 }  # fmt: skip
 """Keys of `parallel` that are no option of an averaging."""
 
@@ -167,16 +167,16 @@ def test_options_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     now = 1000.0
     monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: now))
     config = CheckpointConfig(interval_minutes=1.0, interval_minibatches=7, keep_last=5)
-    run, comm = NullRunDir(tmp_path), SingleProcess()
+    run, groups = NullRunDir(tmp_path), Groups.data_parallel(SingleProcess())
     job = Job(
         SimpleNamespace(checkpoint=config),
         "",
-        Groups.data_parallel(comm),
+        groups,
         run,
         SimpleNamespace(signal_name=None),
         torch.device("cpu"),
     )  # type: ignore[arg-type]
-    policy = job.checkpoint_policy(run, comm)
+    policy = job.checkpoint_policy(run, groups)
     assert policy.store.keep_last == 5
     now = 1059.9
     assert policy._request() is Request.NONE
