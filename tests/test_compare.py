@@ -17,7 +17,14 @@ from ddnn.kaldi.alignments import read_alignments
 from ddnn.recipe.load import load_recipe
 
 OPTIONS = argparse.Namespace(
-    network="44-2x8-5", minibatch=64, precision="float32", frames=1000, rounds=1, workers=2, programs="torch"
+    network="44-2x8-5",
+    minibatch=64,
+    precision="float32",
+    frames=1000,
+    rounds=1,
+    workers=2,
+    programs="torch",
+    microbatches=2,
 )
 
 
@@ -63,5 +70,7 @@ def test_the_table_compares_programs_with_as_many_workers() -> None:
         for name, values in speeds.items()
     }
     lines = compare.table(found, OPTIONS).splitlines()
-    assert lines[-3] == "| ddnn | 1 | 25 (20 to 30) | 1.75 | 97 | 1.0000 |"
-    assert lines[-1] == "| ddnn, all-reduce every 10 | 2 | 55 (30 to 80) | 1.50 | 97 | 1.0000 |"
+    assert lines[-3] == "| ddnn | 1 | 25 (20 to 30) | 1.75 | 1.75 | 97 | 1.0000 |"
+    assert lines[-1] == "| ddnn, all-reduce every 10 | 2 | 55 (30 to 80) | 1.50 | 3.50 | 97 | 1.0000 |"
+    drawn = json.loads(compare.figures(found, OPTIONS))["rows"][-1]
+    assert drawn == {"name": "ddnn, all-reduce every 10, 2 workers", "of": "ddnn", "frames_per_second": [30, 80]}
