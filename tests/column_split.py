@@ -12,7 +12,9 @@ from ddnn.data.batches import Batch
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.arithmetic import Float32
 from ddnn.nn.columns import ColumnPartition
-from ddnn.nn.layers import mlp_layers
+from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
+from ddnn.nn.elementwise import Activation, ParametricRelu, Scale, Shift
+from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.objective import CrossEntropy
 from ddnn.optim.sgd import Sgd
@@ -30,6 +32,28 @@ def new_network(*shape: int, dtype: torch.dtype = torch.float32) -> Network:
     network = Network(mlp_layers(*shape))
     initialize(network, 3)
     return Network(network.layers, network.parameters.to(dtype))
+
+
+def new_convnet(dtype: torch.dtype = torch.float32) -> Network:
+    """12 bands of 3 streams through all kinds of layers that can be split; 2 and 3 divide neither filters nor widths. Outputs
+    are not nearly constant, as they are where sigmoids start: of such rows NG-SGD magnifies the rounding, with or without columns."""
+    layers = (
+        Convolution.of_pieces(36, 3, 1, 12, 13, max_norm=2.0, weight_stddev=0.5, bias_mean=0.0),
+        MaxPooling.of_patches(130, 2, 2, 13),
+        Scale(65),
+        Shift(65, 0.5),
+        Activation(65, "sigmoid"),
+        Convolution(
+            1, 13, 5, 1, 2, 11, 1, 1, channels_last=True, weight_stddev=0.5, bias_mean=0.0
+        ),  # reads all filters
+        AveragePooling.of_patches(44, 2, 1, 11),
+        ParametricRelu(33, 1.0, 1.0, beta=0.25),
+        Affine(33, 35),
+        Affine(35, 23, "softmax", bias_learn_rate_coef=0.1),
+    )
+    network = Network(layers)
+    initialize(network, 3)
+    return Network(layers, network.parameters.to(dtype))
 
 
 def minibatches(network: Network, count: int, frames: int) -> list[tuple[Tensor, Tensor]]:

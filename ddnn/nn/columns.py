@@ -8,6 +8,7 @@ so that the bits do not depend on the MPI, which never sums bf16. The loss needs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,30 +23,35 @@ from ddnn.nn.partition import Link, Partition
 
 
 class ColumnLink(Link):
-    """Between two layers that are split by columns: gathers the lower one's outputs, and sums their derivative."""
+    """Between two layers that are split by columns: gathers the lower one's outputs, and sums their derivative. A row of
+    outputs may have several places, each with units of its own, of which every worker has the same ones (`Layer.units`)."""
 
     def __init__(self, comm: Communicator, cuts: Sequence[Interval]) -> None:
-        """`cuts`: columns of the whole output that each worker has."""
+        """`cuts`: the units of a place that each worker has."""
         self.comm, self.widths = comm, [end - start for start, end in cuts]
 
+    def _places(self, own: Tensor) -> int:
+        """Of all rows."""
+        return own.numel() // self.widths[self.comm.rank]
+
     def memory(self, outputs: Tensor, derivatives: Tensor) -> tuple[Tensor, Tensor]:
-        whole = len(outputs), sum(self.widths)
+        whole = len(outputs), outputs.shape[1] // self.widths[self.comm.rank] * sum(self.widths)
         return outputs.new_zeros(whole), outputs.new_zeros(whole)
 
     def forward(self, outputs: Tensor, inputs: Tensor) -> None:
-        sizes = [len(outputs) * width for width in self.widths]
+        sizes = [self._places(outputs) * width for width in self.widths]
         gathered = self.comm.workspace("columns", sum(sizes), outputs.dtype, outputs.device)
         self.comm.all_gather_into(outputs, gathered, sizes)
-        columns = torch.split(inputs, self.widths, dim=1)
+        columns = torch.split(inputs.view(-1, sum(self.widths)), self.widths, dim=1)
         for block, of_inputs in zip(torch.split(gathered, sizes), columns, strict=True):
             of_inputs.copy_(block.view_as(of_inputs))
 
     def backward(self, input_derivatives: Tensor, derivatives: Tensor) -> None:
-        comm, rows, dtype = self.comm, len(derivatives), input_derivatives.dtype
-        sizes, own = [rows * width for width in self.widths], derivatives.numel()
+        comm, places, dtype = self.comm, self._places(derivatives), input_derivatives.dtype
+        sizes, own = [places * width for width in self.widths], derivatives.numel()
         packed = comm.workspace("partial sums", sum(sizes), dtype, derivatives.device)
         received = comm.workspace("own columns", own * comm.world_size, dtype, derivatives.device)
-        columns = torch.split(input_derivatives, self.widths, dim=1)
+        columns = torch.split(input_derivatives.view(-1, sum(self.widths)), self.widths, dim=1)
         for chunk, partial in zip(torch.split(packed, sizes), columns, strict=True):
             chunk.view_as(partial).copy_(partial)
         comm.all_to_all_into(packed, received, sizes, [own] * comm.world_size)
@@ -151,8 +157,16 @@ class ColumnPartition(Partition):
         """Of a layer of `width` outputs. Not collective."""
         return cut(width, self.comm.world_size, self.granule)
 
-    def link(self, upper: Layer) -> Link:
-        return ColumnLink(self.comm, self.cuts(upper.input_dim))
+    def links(self, own: Sequence[Layer]) -> list[Link]:
+        links, units = list[Link](), 0
+        for lower, upper in pairwise(own):
+            units = units if lower.units is None else lower.units
+            if upper.units is None:
+                links.append(Link())
+            else:
+                places = lower.output_dim // units
+                links.append(ColumnLink(self.comm, self.cuts(upper.input_dim // places)))
+        return links
 
     def cross_entropy(self, arithmetic: Float32, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
         first, _ = self.cuts(self._layers[-1].output_dim)[self.comm.rank]

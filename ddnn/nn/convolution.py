@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 from typing import Any, ClassVar, NamedTuple, cast
@@ -247,6 +247,13 @@ class Convolution(Layer):
     def gemm(self) -> Gemm:
         return Gemm(self.patches, self.fan_in, self.filters)
 
+    @property
+    def units(self) -> int:
+        return self.filters
+
+    def of_units(self, start: int, end: int, units: int) -> Convolution:
+        return replace(self, filters=end - start)
+
     @cached_property
     def _side_by_side(self) -> bool:
         """Whether the patches follow each other in a row as it is."""
@@ -383,6 +390,15 @@ class Pooling(Layer):
     @property
     def out_shape(self) -> Shape:
         return (self.grid.time.windows, self.grid.band.windows, self.channels)
+
+    @property
+    def units(self) -> None:
+        return None
+
+    def of_units(self, start: int, end: int, units: int) -> Layer:
+        if units != self.channels:  # of a model from elsewhere
+            return super().of_units(start, end, units)
+        return replace(self, channels=end - start)
 
     def _members(self, x: Tensor) -> Iterator[Tensor]:
         """Views of x (frames, input_dim): of every pool the first member (frames, times', bands', channels), the

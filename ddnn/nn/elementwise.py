@@ -68,6 +68,13 @@ class Elementwise(OfColumns):
     def out_shape(self) -> Shape:
         return self.in_shape
 
+    @property
+    def units(self) -> None:
+        return None
+
+    def of_units(self, start: int, end: int, units: int) -> Layer:
+        return replace(self, width=self.width // units * (end - start))
+
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
         """Its component has arrays and numbers of the same names."""
         if self.component is None:
@@ -222,7 +229,7 @@ class ParametricRelu(Elementwise):
         """Of the slopes that are trained; a slope that is not moves by nothing."""
         parts = self._derivatives(call).items()
         norms = [_row_norms(part) for name, part in parts if self.parameters[name].learn_rate_coef]
-        return torch.stack(norms).norm(dim=0) if norms else call.x.new_zeros(len(call.x), dtype=torch.float32)
+        return torch.stack(norms).norm(dim=0) if norms else _row_norms(call.x[:, :0])
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         p["alpha"].fill_(self.alpha)
@@ -230,7 +237,7 @@ class ParametricRelu(Elementwise):
 
 
 def _row_norms(rows: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32))
     return norms
 
 
@@ -245,6 +252,7 @@ class LengthNorm(Elementwise):
 
     kind: ClassVar[str] = "length-norm"
     component = nnet1.LengthNormComponent
+    of_units = Layer.of_units  # the norm is of all columns
 
     @property
     def saved(self) -> Mapping[str, Shape]:
@@ -265,6 +273,7 @@ class Dropout(Elementwise):
 
     kind: ClassVar[str] = "dropout"
     component = nnet1.Dropout
+    of_units = Layer.of_units  # each worker would draw a mask of its own
 
     rate: float = 0.5
 

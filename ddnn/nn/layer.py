@@ -229,13 +229,16 @@ class Layer(ABC):
         return self
 
     @property
-    def units(self) -> int:
-        """Outputs, or groups of outputs, each with rows of its own in all parameters, by which `of_units` splits it."""
+    def units(self) -> int | None:
+        """By which `of_units` splits it: a row of its output is (places, units), such as the patches and filters of a
+        convolution, and so are the rows of its parameters, which may have one place for all. None: its units are those
+        of the layer below, and each is computed from that unit of its input alone."""
         return self.output_dim
 
-    def of_units(self, start: int, end: int) -> Layer:
-        """The layer with its units from `start` to `end` alone: what one of several workers has, among which the layers of
-        a network are split by columns. It reads all inputs. ValueError: it cannot be split."""
+    def of_units(self, start: int, end: int, units: int) -> Layer:
+        """The layer with its units from `start` to `end` of `units` alone: what one of several workers has, among which the
+        layers of a network are split by columns. It reads all inputs, but where `units` is None only the same units of them.
+        ValueError: it cannot be split."""
         raise ValueError(f"a {self.label} layer cannot be split by columns")
 
     @abstractmethod
@@ -266,7 +269,7 @@ class Layer(ABC):
         a.column_sums(grads, out["bias"], bias_input)
 
     def gradient_norms(self, call: LayerCall) -> Tensor:
-        """(frames,) float32, the norm of each frame's part of the gradient, by which NG-SGD limits the step of layers
+        """(frames,) float32 or float64, the norm of each frame's part of the gradient, by which NG-SGD limits the step of layers
         without a `gemm`; not called without parameters."""
         raise NotImplementedError
 

@@ -94,7 +94,7 @@ class Affine(Layer):
     def padded(self, multiple: int) -> Affine:
         return replace(self, out_features=-(-self.out_features // multiple) * multiple)
 
-    def of_units(self, start: int, end: int) -> Affine:
+    def of_units(self, start: int, end: int, units: int) -> Affine:
         return replace(self, out_features=end - start)
 
     def forward(self, call: LayerCall) -> None:

@@ -3,15 +3,14 @@ by its outputs into columns. Pure: no worker sends anything here, and all worker
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, islice, pairwise
 
 import torch
 from torch import Tensor
 
 from ddnn.nn.layer import Layer
-from ddnn.nn.layers import num_parameters
 
 Interval = tuple[int, int]
 """First, and one beyond the last."""
@@ -52,35 +51,46 @@ class Part:
             at += end - start
 
 
-def columns_of(layers: Sequence[Layer], columns: int, granule: int = 1, first: int = 0) -> list[Part]:
-    """The parts of consecutive layers that are split by their outputs, one of each column. `first`: where their parameters
-    begin in the flat vector of the whole network. ValueError: a layer has too few outputs, or cannot be split."""
-    parts: list[tuple[list[Layer], list[Interval]]] = [([], []) for _ in range(columns)]
-    for number, layer in enumerate(layers, start=1):
-        try:
-            cuts = cut(layer.units, columns, granule)
-        except ValueError as error:
-            raise ValueError(f"{error}: layer {number} has {layer.units} outputs") from error
-        for (of_column, intervals), (start, end) in zip(parts, cuts, strict=True):
-            of_column.append(layer.of_units(start, end))
-            intervals.extend(_rows(layer, first, start, end))
-        first += layer.num_parameters
-    return [Part(tuple(of_column), tuple(intervals)) for of_column, intervals in parts]
-
-
-def _rows(layer: Layer, first: int, start: int, end: int) -> Iterator[Interval]:
-    """Where the parameters of the units from `start` to `end` are, those of the layer beginning at `first`."""
-    for about in layer.parameters.values():
-        row = torch.Size(about.shape[1:]).numel()
-        yield first + start * row, first + end * row
-        first += about.shape[0] * row
+def columns_of(layers: Sequence[Layer], columns: int, granule: int = 1) -> list[Part]:
+    """The parts of a network whose layers are split by their units, one of each column. ValueError: a layer has too few, or
+    cannot be split."""
+    (parts,) = stages_of(layers, [len(layers)], columns, granule)
+    return parts
 
 
 def stages_of(layers: Sequence[Layer], sizes: Sequence[int], columns: int = 1, granule: int = 1) -> list[list[Part]]:
-    """The parts by stage and column; `sizes`: how many consecutive layers each stage has."""
-    parts, at = list[list[Part]](), 0
-    for size in sizes:
-        first = num_parameters(layers[:at])
-        parts.append(columns_of(layers[at : at + size], columns, granule, first))
-        at += size
-    return parts
+    """The parts by stage and column; `sizes`: how many consecutive layers each stage has. ValueError as `columns_of`."""
+    split = _split(layers, columns, granule)
+    return [[_part(of_column) for of_column in zip(*islice(split, size), strict=True)] for size in sizes]
+
+
+def _part(of_column: Iterable[tuple[Layer, list[Interval]]]) -> Part:
+    layers, intervals = zip(*of_column, strict=True)
+    return Part(layers, tuple(chain.from_iterable(intervals)))
+
+
+def _split(layers: Sequence[Layer], columns: int, granule: int) -> Iterator[list[tuple[Layer, list[Interval]]]]:
+    """Of each layer the parts of the columns, with the intervals of their parameters."""
+    first = units = 0
+    for number, layer in enumerate(layers, start=1):
+        units = units if layer.units is None else layer.units
+        if not units:
+            raise ValueError(
+                f"layer {number}, {layer.label}, cannot be split by columns: the input is whole on every worker"
+            )
+        try:
+            cuts = cut(units, columns, granule)
+        except ValueError as error:
+            which = "outputs" if units == layer.output_dim else "filters"
+            raise ValueError(f"{error}: layer {number} has {units} {which}") from error
+        yield [(layer.of_units(*each, units), list(_rows(layer, first, *each, units))) for each in cuts]
+        first += layer.num_parameters
+
+
+def _rows(layer: Layer, first: int, start: int, end: int, units: int) -> Iterator[Interval]:
+    """Where the parameters of the units from `start` to `end` are, those of the layer beginning at `first`."""
+    for about in layer.parameters.values():
+        row = torch.Size(about.shape[1:]).numel()
+        for _ in range(about.shape[0] // units):
+            yield first + start * row, first + end * row
+            first += units * row

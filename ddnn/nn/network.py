@@ -166,7 +166,7 @@ class Workspace:
         links: Sequence[Link] | None = None,
     ) -> None:
         self.network, self.arithmetic, self.generator = network, arithmetic or Float32(), generator
-        self.links = list(map(network.partition.link, network.layers[1:])) if links is None else links
+        self.links = network.partition.links(network.layers) if links is None else links
         a, new = self.arithmetic, network.parameters.new_empty
         *below, last = network.layers if generator is not None else without_noise(network.layers)
         layers = (*below, last.padded(a.pad_to))
@@ -314,10 +314,11 @@ class WideOutput(Workspace):
         """`network`: with a product that is not its first layer's."""
         first = max(i for i, layer in enumerate(network.layers) if layer.gemm is not None)
         below, partition = num_parameters(network.layers[:first]), network.partition
+        links = partition.links(network.layers)
         upper = Network(network.layers[first:], network.parameters[below:], partition=partition)
-        self._output, self._between = Workspace(upper, frames), partition.link(upper.layers[0])
+        self._output, self._between = Workspace(upper, frames, links=links[first:]), links[first - 1]
         lower = Network(network.layers[:first], network.parameters[:below], partition=partition)
-        super().__init__(lower, frames, arithmetic)
+        super().__init__(lower, frames, arithmetic, links=links[: first - 1])
 
     def _use(self, frames: int) -> None:
         super()._use(frames)

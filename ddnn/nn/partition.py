@@ -55,9 +55,9 @@ class Partition:
         """Of the whole network, where this worker has `own`. Not collective."""
         return own
 
-    def link(self, upper: Layer) -> Link:
-        """What is below the layer `upper` of this worker. Not collective."""
-        return Link()
+    def links(self, own: Sequence[Layer]) -> list[Link]:
+        """What is between each of these consecutive layers of this worker and the next. Not collective."""
+        return [Link() for _ in own[1:]]
 
     def cross_entropy(self, arithmetic: Float32, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
         """The loss of training, on this worker's logits; arguments as of `SoftmaxCrossEntropy`. Not collective."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.columns import ColumnPartition
-from ddnn.nn.layer import Gemm
+from ddnn.nn.layer import Gemm, Layer, LayerCall
 from ddnn.nn.layout import Interval
 from ddnn.nn.network import Network, Workspace
 from ddnn.optim.natural_gradient import (
@@ -194,6 +194,11 @@ class ColumnNgSgd(NgSgd):
         self._inputs[k] = ColumnNaturalGradient(*of_input, dtype, partition, owner)
         self._outputs[k] = ColumnNaturalGradient(*of_output, dtype, partition, owner, own)
         return [self._inputs[k], self._outputs[k]]
+
+    def gradient_norms(self, layer: Layer, call: LayerCall) -> Tensor:
+        norms = super().gradient_norms(layer, call).square_()
+        self.partition.comm.all_reduce(norms)
+        return norms.sqrt_()
 
     def finish_updates(self) -> None:
         finish_updates([*self._inputs.values(), *self._outputs.values()], self.partition.comm)

@@ -236,11 +236,15 @@ class NgSgd(Sgd):
         call = part.call(workspace)
         part.layer.gradient(call, out)
         if self.options.max_change_per_sample > 0.0:
-            norms = part.layer.gradient_norms(call)
+            norms = self.gradient_norms(part.layer, call)
             one = norms.new_ones(())
             kappa = max_change_factor(norms, one, one, lr, self.options.max_change_per_sample)
             for view in out.values():
                 view.mul_(kappa)
+
+    def gradient_norms(self, layer: Layer, call: LayerCall) -> Tensor:
+        """`Layer.gradient_norms`, on all workers that share the layer."""
+        return layer.gradient_norms(call)
 
 
 class _BesideGpu:

@@ -338,9 +338,9 @@ class WorkersConfig(Section):
     workers: Count = 1
     """Number of workers. Each is one MPI rank with its device."""
     columns: Count = 1
-    """So many workers share one network: each holds an equal part of the outputs of every layer. They train on the same
+    """So many workers share one network: each holds an equal part of the outputs or filters of every layer. They train on the same
     minibatches, and compute what one worker would, to rounding. `workers` is a multiple of it; models are averaged
-    among `workers` / `columns` of these replicas: docs/parallel.md. On CPUs, for networks of affine layers."""
+    among `workers` / `columns` of these replicas: docs/parallel.md. On CPUs."""
     averaging_period: Count = 10
     """Minibatches of each worker between two averagings."""
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from column_split import Float64, minibatches, new_network
+from column_split import Float64, minibatches, new_convnet, new_network
 from distributed.threads import run_workers
 from torch import Tensor
 
@@ -105,8 +105,8 @@ def split_gradient(columns: int, whole: Network, x: Tensor, labels: Tensor, arit
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 7])
-def test_the_gradient_is_that_of_one_worker(columns: int) -> None:
-    whole = new_network(40, 3, 64, 50, dtype=torch.float64)
+@pytest.mark.parametrize("whole", [new_network(40, 3, 64, 50, dtype=torch.float64), new_convnet(torch.float64)])
+def test_the_gradient_is_that_of_one_worker(columns: int, whole: Network) -> None:
     ((x, labels),) = minibatches(whole, 1, 65)
     _, expected = gradient_of(whole, x, labels, Float64())
     found = split_gradient(columns, whole, x, labels, Float64())
@@ -114,8 +114,9 @@ def test_the_gradient_is_that_of_one_worker(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [2, 4])
-def test_a_gradient_in_bf16_is_as_good_as_one_workers(columns: int) -> None:
-    whole, arithmetic = new_network(440, 4, 512, 616), BFloat16(torch.device("cpu"))
+@pytest.mark.parametrize("whole", [new_network(440, 4, 512, 616), new_convnet()])
+def test_a_gradient_in_bf16_is_as_good_as_one_workers(columns: int, whole: Network) -> None:
+    arithmetic = BFloat16(torch.device("cpu"))
     ((x, labels),) = minibatches(whole, 1, 256)
     _, expected = gradient_of(whole, x, labels, Float32())
     _, unsplit = gradient_of(whole, x, labels, arithmetic)
@@ -151,8 +152,8 @@ def test_frozen_layers_have_no_derivatives_to_exchange() -> None:
 
 
 @pytest.mark.parametrize("precision", [Float32(), BFloat16(torch.device("cpu"))])
-def test_an_evaluation_is_that_of_one_worker(precision: Float32) -> None:
-    whole = new_network(40, 2, 64, 50)
+@pytest.mark.parametrize("whole", [new_network(40, 2, 64, 50), new_convnet()])
+def test_an_evaluation_is_that_of_one_worker(precision: Float32, whole: Network) -> None:
     ((x, labels),) = minibatches(whole, 1, 64)
 
     def logits_of(network: Network) -> tuple[Tensor, Tensor]:
@@ -198,9 +199,22 @@ def test_bytes_are_those_of_the_formulas(columns: int, arithmetic: Float32) -> N
         assert (stats.bytes_summed, stats.bytes_posted) == (0, 0)
 
 
-def test_a_whole_vector_comes_back() -> None:
-    whole = new_network(40, 2, 64, 50)
+def test_what_needs_its_own_filters_alone_gathers_nothing() -> None:
+    """Pooling, scales, shifts and activations; the second convolution and the affine layers read all outputs below."""
+    frames, whole = 20, new_convnet()
+    ((x, labels),) = minibatches(whole, 1, frames)
 
+    def work(comm: Communicator) -> CommStats:
+        gradient_of(whole.part_of(ColumnPartition(whole.layers, comm)), x, labels, Float32())
+        return comm.stats
+
+    found, values = run_workers(2, work), frames * (5 * 13 + 3 * 11 + 35)
+    assert sum(stats.bytes_gathered for stats in found) == 4 * values
+    assert sum(stats.bytes_exchanged for stats in found) == 4 * values
+
+
+@pytest.mark.parametrize("whole", [new_network(40, 2, 64, 50), new_convnet()])
+def test_a_whole_vector_comes_back(whole: Network) -> None:
     def work(comm: Communicator) -> tuple[Tensor, Any]:
         network = whole.part_of(ColumnPartition(whole.layers, comm))
         again = network.whole()

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ddnn.nn.elementwise import Dropout
+from ddnn.nn.convolution import Convolution, MaxPooling
+from ddnn.nn.elementwise import Copy, Dropout, LengthNorm, Scale
 from ddnn.nn.layers import Affine, mlp_layers, num_parameters
 from ddnn.nn.layout import columns_of, cut, stages_of
 from ddnn.nn.network import Network
@@ -54,6 +55,17 @@ def test_every_parameter_is_one_workers() -> None:
         assert torch.equal(back, whole)
 
 
+def test_filters_and_what_follows_them() -> None:
+    """2 places of 3 filters, of which the second worker has the last; also where a stage begins above them."""
+    layers = (Convolution.of_pieces(4, 3, 1, 4, 3), Scale(6), Affine(6, 2))
+    whole = torch.arange(num_parameters(layers))
+    convolution, above = [6, 7, 8, 11], [12 + 2, 12 + 5, *range(24, 30), 31]
+    assert columns_of(layers, 2)[1].take(whole).tolist() == [*convolution, *above]
+    (_, lower), (_, upper) = stages_of(layers, [1, 2], 2)
+    assert (lower.take(whole).tolist(), upper.take(whole).tolist()) == (convolution, above)
+    assert [layer.input_dim for layer in (*lower.layers, *upper.layers)] == [4, 2, 6]
+
+
 def test_a_part_has_the_rows_of_its_outputs() -> None:
     network = Network(mlp_layers(4, 1, 5, 7))
     network.parameters.copy_(torch.arange(network.num_parameters))
@@ -67,5 +79,10 @@ def test_a_part_has_the_rows_of_its_outputs() -> None:
 def test_what_cannot_be_split() -> None:
     with pytest.raises(ValueError, match="64 found, expected at most 50: layer 2 has 50 outputs"):
         columns_of(mlp_layers(440, 1, 64, 50), 64)
-    with pytest.raises(ValueError, match="a dropout layer cannot be split by columns"):
-        columns_of((Affine(4, 8), Dropout(8, 0.5)), 2)
+    for layer in (Dropout(8, 0.5), LengthNorm(8), Copy(8, (1, 2)), MaxPooling.of_patches(8, 2, 2, 4)):
+        with pytest.raises(ValueError, match=f"a {layer.label} layer cannot be split by columns"):
+            columns_of((Affine(4, 8), layer), 2)
+    with pytest.raises(ValueError, match="layer 1, scale, cannot be split by columns: the input is whole"):
+        columns_of((Scale(4), Affine(4, 8)), 2)
+    with pytest.raises(ValueError, match="8 found, expected at most 3: layer 1 has 3 filters"):
+        columns_of((Convolution.of_pieces(36, 3, 1, 12, 3), Affine(30, 8)), 8)

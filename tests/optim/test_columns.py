@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from column_split import Float64, difference, minibatches, new_network, on_columns, trained
+from column_split import Float64, difference, minibatches, new_convnet, new_network, on_columns, trained
 from torch import Tensor
 
 from ddnn.data.batches import Batch
@@ -28,11 +28,18 @@ PLAIN = {
 }
 
 
+NETWORKS = {
+    "affine": lambda dtype: new_network(40, 3, 64, 50, dtype=dtype),
+    "convolutions": new_convnet,
+}
+
+
 @pytest.mark.parametrize("columns", [2, 3])
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_sgd(columns: int, name: str, dtype: torch.dtype) -> None:
-    whole = new_network(40, 3, 64, 50, dtype=dtype)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_sgd(columns: int, name: str, dtype: torch.dtype, network: str) -> None:
+    whole = NETWORKS[network](dtype)
     data, arithmetic = minibatches(whole, STEPS, 64), Float64() if dtype == torch.float64 else Float32()
 
     def train(network: Network) -> list[Tensor]:
@@ -105,20 +112,33 @@ def test_ng_sgd(columns: int, frames: int, name: str, skewed: bool, monkeypatch:
 
 
 @pytest.mark.parametrize("columns", [2, 3])
+@pytest.mark.parametrize("frames", [64, 300])
+@pytest.mark.parametrize("name", NG)
+def test_ng_sgd_of_convolutions(columns: int, frames: int, name: str) -> None:
+    whole, options = new_convnet(torch.float64), replace(NG[name], rank_in=5, rank_out=8)
+    data = minibatches(whole, STEPS, frames)
+    parameters, fisher = largest_difference(columns, whole, options, data, Float64())
+    assert parameters <= 1e-10
+    assert fisher <= 1e-10
+
+
+@pytest.mark.parametrize("columns", [2, 3])
 @pytest.mark.parametrize("use_kernels", [False, True])
-def test_ng_sgd_in_float32(columns: int, use_kernels: bool) -> None:
-    whole = new_network(40, 3, 64, 50)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_ng_sgd_in_float32(columns: int, use_kernels: bool, network: str) -> None:
+    whole, options = NETWORKS[network](torch.float32), replace(NG["free"], rank_in=5 if network != "affine" else 10)
     arithmetic = make_arithmetic("float32", torch.device("cpu"), use_kernels=use_kernels)
-    parameters, fisher = largest_difference(columns, whole, NG["free"], minibatches(whole, STEPS, 64), arithmetic)
+    parameters, fisher = largest_difference(columns, whole, options, minibatches(whole, STEPS, 64), arithmetic)
     assert parameters <= 2e-5
     assert fisher <= 1e-3
 
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("use_kernels", [False, True])
-def test_ng_sgd_in_bf16(exact: bool, use_kernels: bool) -> None:
+@pytest.mark.parametrize("network", NETWORKS)
+def test_ng_sgd_in_bf16(exact: bool, use_kernels: bool, network: str) -> None:
     """As near to float32 as one worker's is."""
-    whole, options = new_network(40, 3, 64, 50), replace(NG["free"], exact=exact)
+    whole, options = NETWORKS[network](torch.float32), replace(NG["free"], exact=exact)
     data = minibatches(whole, STEPS, 64)
     arithmetic = make_arithmetic("bf16", torch.device("cpu"), use_kernels=use_kernels)
     expected = ng_trained(whole, options, data, Float32())(whole)[0][-1]

@@ -73,6 +73,25 @@ def test_columns_train_what_single_workers_train(
     assert figures[0] == pytest.approx(figures[1], abs=1e-4)
 
 
+def test_filters_are_split(recipe: Path, tmp_path: Path) -> None:
+    """With their pooling, scales, shifts and activations."""
+    layers = "{conv: {filters: 5, patch: 2, pool: 2, pool_step: 1}}, {affine: 8}"
+    model = [
+        "--set",
+        f"model.layers=[{layers}]",
+        "--set",
+        "model.hidden_layers=null",
+        "--set",
+        "model.hidden_units=null",
+    ]
+    for columns in (1, 2):
+        done = train(recipe, tmp_path / str(columns), columns, columns, *model)
+        assert done.returncode == 0, done.stderr
+    assert cv_losses(tmp_path / "2") == pytest.approx(cv_losses(tmp_path / "1"), abs=1e-4)
+    expected, found = (parameters(tmp_path / f"{columns}/final.safetensors") for columns in (1, 2))
+    assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
 def test_stopped_amid_an_epoch_and_resumed_with_other_columns(tmp_path: Path) -> None:
     recipe, run = new_recipe(tmp_path, count=60, frames=200), tmp_path / "run"
     words = [*DDNN, "train", recipe, "--run-dir", run, "--workers", "2", "--set", "parallel.columns=2"]
