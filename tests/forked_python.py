@@ -7,10 +7,11 @@ runs to the end of an interpreter as any other, and whose exit code or signal be
 kill -9 of the one ends the other.
 
 Differences: it has another process id than the program, and is a session of its own; its hashes of strings are those of
-the server; modules of ddnn were imported before a sitecustomize or the test's variables were there. What Python, torch or the
-dynamic loader read from the environment as they start is compared, and where it differs from the server's, as for unknown
-options, the program becomes a real Python. Tests of imports, of process ids and groups and of SIGSTOP take
-`sys.executable`; so do all with DDNN_TEST_REAL_PYTHON=1 in the environment.
+the server; what was preloaded is not taken apart at its end; sched_yield sleeps; modules of ddnn were imported before a
+sitecustomize or the test's variables were there. What Python, torch or the dynamic loader read from the environment as they
+start is compared, and where it differs from the server's, as for unknown options, the program becomes a real Python. Tests
+of imports, of process ids and groups and of SIGSTOP take `sys.executable`; so do all with DDNN_TEST_REAL_PYTHON=1 in the
+environment.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,9 +74,21 @@ def forked_python() -> str:
             server = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors,
                 pass_fds=[listener.fileno()], start_new_session=True,
+                env=os.environ | sleeping_where_others_yield(folder),
             )  # fmt: skip
     atexit.register(server.communicate)
     return str(program)
+
+
+def sleeping_where_others_yield(folder: Path) -> dict[str, str]:
+    """Variables with which a process gives up its core for a while instead of calling sched_yield: workers that wait in MPI
+    call it without end, a third of all that the tests of several workers would take. None without a C compiler."""
+    compiler, source, library = shutil.which("cc"), folder / "yield.c", folder / "yield.so"
+    if compiler is None:
+        return {}
+    source.write_text("#include <unistd.h>\nint sched_yield(void) { return usleep(20); }\n")
+    done = subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], capture_output=True, check=False)
+    return {"LD_PRELOAD": str(library)} if done.returncode == 0 else {}
 
 
 def variables_of(pid: int) -> dict[bytes, bytes]:
@@ -233,8 +247,19 @@ class Server:
         os.close(process)
 
 
+preloaded: list[str] = []
+"""Names of the modules that every forked process begins with."""
+
+
+def leave_preloaded() -> None:
+    """Hides the preloaded modules from the end of the interpreter, which would take them apart, and so copy all their pages."""
+    modules = [sys.modules.pop(name, None) for name in {*preloaded} - {"__main__", "builtins", "sys"}]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+
+
 def preload() -> list[str]:
     """Imports all that programs may need; where they look for modules, without PYTHONPATH and the folder of this file."""
+    os.environ.pop("LD_PRELOAD", None)  # has done its work
     own = os.environ.get("PYTHONPATH", "")
     paths = sys.path[1 + len(own.split(os.pathsep) if own else ()) :]
     sys.path[:] = [*(own.split(os.pathsep) if own else ()), *paths]
@@ -247,13 +272,16 @@ def preload() -> list[str]:
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked"
     gc.collect()
     gc.freeze()
+    preloaded.extend(sys.modules)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # torch's: it takes its operators apart
+        finalizer.atexit = False
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)  # after all that Python does at its end; the destructors of libtorch take 0.3 s
     return paths
 
 
 if __name__ == "__main__":
-    #    atexit.register(leave_preloaded)  # comes last, since it is the first that is registered
+    atexit.register(leave_preloaded)  # comes last, since it is the first that is registered
     module_paths = preload()
     forked = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if forked is None:
