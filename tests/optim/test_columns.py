@@ -174,3 +174,29 @@ def test_bytes_are_those_of_the_formulas(columns: int) -> None:
         assert set(summed) == {always + (on_update if t in updates else 0)}
         after_update = t == 1 or t - 1 in updates
         assert sum(gathered) == (columns - 1) * (4 * frames * 3 * 64 + (results if after_update else 0))
+
+
+def bytes_held(network: Network, options: SgdOptions) -> tuple[int, int]:
+    """Of the storage of what columns divide: parameters, gradients, momentum, and W and J of NG-SGD's output sides; and of what
+    every worker has a copy of: NG-SGD's input sides, and r x r matrices of the output sides."""
+    optimizer = make_ng_sgd(network, options) if isinstance(options, NgSgdOptions) else Sgd(network, options)
+    divided, copied = [network.parameters, optimizer.gradient, optimizer.momentum_buffer], list[Tensor]()
+    sides = optimizer.preconditioners
+    for number, side in enumerate(sides):
+        is_output = number >= len(sides) // 2
+        divided += [side.w, side.j] if is_output else []
+        copied += [value for value in vars(side).values() if isinstance(value, Tensor)]
+    at = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (*copied, *divided)}
+    own = sum(at.pop(place) for place in {tensor.untyped_storage().data_ptr() for tensor in divided})
+    return own, sum(at.values())
+
+
+@pytest.mark.parametrize(
+    "options", [SgdOptions(), SgdOptions(momentum=0.9), NgSgdOptions(), NgSgdOptions(momentum=0.9)]
+)
+def test_two_columns_halve_what_a_worker_holds(options: SgdOptions) -> None:
+    whole = new_network(440, 2, 1024, 2048)
+    held, copies = bytes_held(whole, options)
+    for own, own_copies in on_columns(2, whole, lambda network: bytes_held(network, options)):
+        assert (2 * own, own_copies) == (held, copies)
+        assert own + own_copies <= 0.52 * (held + copies)
