@@ -32,7 +32,7 @@ MUTANTS = Path(__file__).with_suffix(".yaml")
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "shared", "demo", "build", "dist")
 PROCESSES = multiprocessing.get_context("forkserver")
 """Forks of one process that has imported what takes seconds, but no module of ddnn."""
-PRELOADED = ["hypothesis", "numpy", "pytest", "torch"]
+PRELOADED = ["numpy", "pytest", "torch"]
 TIMEOUT = 600.0
 """Seconds for the tests of one mistake: some make a loop endless. All tests without a mistake have as long as they take."""
 

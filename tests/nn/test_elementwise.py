@@ -10,6 +10,7 @@ import pytest
 import torch
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from torch import Tensor
+from twins import kernels_for
 
 from ddnn.averaging.averager import Averager
 from ddnn.data.batches import Batch
@@ -303,6 +304,8 @@ def test_natural_gradient_of_networks_side_by_side_is_that_of_their_layers(
 ) -> None:
     """A network in a network: the same bits as its layers above each other; but for rounding with compiled kernels, which
     scale where they update."""
+    if kernels and not kernels_for("bf16"):
+        pytest.skip("no compiled kernels that this processor can run")
     inside = (Convolution.of_pieces(12, 3, 1, 6, 5), Scale(20), Activation(20, "tanh"), Affine(20, 6, "sigmoid"))
     steps = []
     for layers in (inside, (Parallel((inside,)),), (Parallel(((Parallel((inside,)),),)),)):

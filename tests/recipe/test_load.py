@@ -357,6 +357,8 @@ def test_the_later_of_a_value_and_a_mapping_replaces_the_other(folder: Path) -> 
     assert load(folder, DATA + "include: model.yaml\n", "init=random").init == "random"
     assert load(folder, DATA + "include: model.yaml\n", "init=null").init == "random"
     assert load(folder, DATA + "include: rbm.yaml\n", "init.model=null").init == "rbm"
+    both = DATA + "include: [rbm.yaml, model.yaml]\n"
+    assert load(folder, both, "init.model=null", "init.output_layer=null").init == "random"
     found = one_problem(folder, DATA + "include: rbm.yaml\n", "init.output_layer=random")
     assert found.startswith("init.model: missing") and found.endswith("[--set init.output_layer=random]")
 
