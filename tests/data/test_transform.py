@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddnn.data.batches import SequentialSampler, ShuffledSampler
@@ -91,7 +91,6 @@ def test_an_epoch_sees_every_frame_once_but_for_the_tail(
 
 @settings(max_examples=60, deadline=None)
 @given(lengths, st.integers(1, 12), st.integers(0, 2**62), st.integers(1, 60), st.integers(0, 3))
-@example([20, 20, 20], 4, 1, 20, 0)  # an utterance is as long as the randomizer
 def test_a_randomizer_shuffles_blocks_of_utterances(
     sizes: list[int], minibatch: int, seed: int, randomizer_size: int, rank: int
 ) -> None:
@@ -111,6 +110,12 @@ def test_a_randomizer_shuffles_blocks_of_utterances(
                 del order[: len(block)]
             block = []
     assert orders == [[], [], []]
+
+
+def test_a_block_that_only_reaches_the_size_of_the_randomizer_takes_another_utterance() -> None:
+    corpus, _ = make_corpus([20, 20, 20], 2, 1, 0)
+    order = ShuffledSampler(corpus.subset(range(3)), 4, seed=1, randomizer_size=20)._draw(1)
+    assert len({int(frame) // 20 for frame in order[:20]}) == 2
 
 
 def test_a_randomizer_of_the_whole_corpus_shuffles_all_frames() -> None:
