@@ -219,7 +219,7 @@ def report(
 @option("--measured", required=True, help="Run dirs, or YAML files of times (docs/scaling.md), with commas between.")
 @option("--workers", default="1,2,4,8,16,32,64,128,256,512,1024", callback=parse_sizes,
         help="Numbers of workers to predict.")  # fmt: skip
-@option("--layouts", help="Workers that share a model: replicas x columns x stages, as 1x2x1,2x2x1; needs --network.")
+@option("--layouts", help="Workers that share a model: replicas x columns x stages, as 1x2x1,2x2x1.")
 @option("--network", help="Another network: its dims, as 440-6x2048-8806.")
 @option("--minibatch-size", type=int, help="Another minibatch size.")
 @option("--averaging-period", type=int, help="Another averaging period, in minibatches.")

@@ -46,6 +46,9 @@ class Layout(NamedTuple):
         """Workers of a replica."""
         return self.columns * self.stages
 
+    def __str__(self) -> str:
+        return f"{self.replicas}x{self.columns}x{self.stages}"
+
 
 class Machine(NamedTuple):
     """Constants of a worker, and of the messages between those that share a model."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, starmap
 from pathlib import Path
 from statistics import fmean, pvariance
@@ -12,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from ddnn.distributed.cost import Size
 from ddnn.recipe.section import Count, Section
 from ddnn.recipe.source import configs_folder, read_yaml, validate
-from ddnn.report.runs import Run, number_of_workers, read_run
+from ddnn.report.runs import Run, layout, read_run
 from ddnn.report.scaling import CommScheme, Job, Measurement, averages_parameters, averagings
 from ddnn.runs.rows import WorkerRow
 from ddnn.runs.run_status import BEST, FINAL, RECIPE
@@ -22,6 +25,7 @@ from ddnn.util.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from ddnn.nn.layer import Layer
+    from ddnn.recipe.schema import OptimizerConfig
 
 SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
 MAX_WORKERS = 10**6
@@ -81,6 +85,17 @@ def network_cost(layers: Sequence[Layer]) -> tuple[int, float]:
     return num_parameters(layers), float(training_flop_per_frame(layers))
 
 
+def with_network(job: Job, text: str) -> Job:
+    """The job with another network, like "440-6x2048-8806", and Fisher matrices of the same ranks. UserError: as
+    `network_layers`."""
+    layers = network_layers(text)
+    parameters, operations = network_cost(layers)
+    ranks = [max((size[side] for size in job.layers), default=0) for side in (2, 3)]
+    dims = ([math.prod(layer.in_shape), math.prod(layer.out_shape)] for layer in layers)
+    sizes = tuple(Size(n, m, min(ranks[0], n), min(ranks[1], m - 1)) for n, m in dims)
+    return replace(job, parameters=parameters, operations=operations, layers=sizes)
+
+
 def _of_file(path: Path) -> list[Measurement]:
     hint = "docs/scaling.md describes such a file"
     times = validate(Published, read_yaml(path), path, hint=hint)
@@ -88,7 +103,7 @@ def _of_file(path: Path) -> list[Measurement]:
     if len(set(lengths)) > 1:
         raise DataError("workers, total and communication differ in length: {}, {}, {}".format(*lengths), location=path)
     unit, scheme = SECONDS[times.unit], CommScheme(times.strategy, times.comm_dtype)
-    job = Job(*network_cost(network_layers(times.network)), times.minibatch_size, times.averaging_period, times.frames)
+    job = with_network(Job(0, 0.0, times.minibatch_size, times.averaging_period, times.frames), times.network)
     measurements = []
     for workers, total, communication in zip(times.workers, times.total, times.communication, strict=True):
         if communication >= total:
@@ -102,9 +117,8 @@ def _of_run(run: Run) -> Measurement:
     if run.recipe is None:
         hint = "train again with this version of ddnn"
         raise DataError(f"this run dir has no {RECIPE}", location=run.path, hint=hint)
-    parallel, workers = run.recipe.parallel, number_of_workers(run)
-    if parallel.columns > 1:
-        raise DataError(f"its workers share models: parallel.columns is {parallel.columns}", location=run.path)
+    parallel, shape = run.recipe.parallel, layout(run)
+    workers = shape.replicas * shape.shared_by
     rows = [row for row in run.metrics.workers if row.seconds and row.minibatches and row.frames]
     reported = Counter(row.epoch for row in rows)
     rows = [row for row in rows if reported[row.epoch] == workers and row.num_parameters and row.compute_fraction]
@@ -120,8 +134,13 @@ def _of_run(run: Run) -> Measurement:
 
     frames = sum(row.frames for row in rows)
     size = round(frames / sum(row.minibatches for row in rows))
-    cost = _network_cost(run, rows[0].num_parameters or 0)
-    job = Job(*cost, size, parallel.averaging_period, frames / len({row.epoch for row in rows}))
+    parameters, operations, layers = _network(run, rows[0].num_parameters or 0, run.recipe.optimizer)
+    if shape.columns > 1 and not layers:
+        message = "its workers share a model that is not written yet, or whose layers are not all affine"
+        raise DataError(message, location=run.path, hint="predict from other runs, with --network and --layouts")
+    epoch = frames / (shape.shared_by * len({row.epoch for row in rows}))
+    activation_bytes = 2 if run.start and run.start.precision == "bf16" else 4
+    job = Job(parameters, operations, size, parallel.averaging_period, epoch, layers, activation_bytes)
     total, compute = fmean(row.seconds or 0.0 for row in rows), seconds("compute") + seconds("data")
     comm = fmean(row.comm_seconds or 0.0 for row in rows)
     overlap = parallel.overlap and workers > 1
@@ -138,6 +157,8 @@ def _of_run(run: Run) -> Measurement:
         rest=max(0.0, total - compute - seconds("wait") - blocking),
         block_std=_block_std(rows),
         final_mean=averages_parameters(parallel.strategy),
+        columns=shape.columns,
+        shared_comm=fmean(row.column_seconds or 0.0 for row in rows),
     )
 
 
@@ -153,11 +174,13 @@ def _block_std(rows: Sequence[WorkerRow]) -> float | None:
     return float((fmean(within) + pvariance([fmean(blocks) for blocks in by_rank.values()])) ** 0.5)
 
 
-def _network_cost(run: Run, parameters: int) -> tuple[int, float]:
-    """`network_cost` of the run's model; of one that is not written yet, about."""
+def _network(run: Run, parameters: int, optimizer: OptimizerConfig) -> tuple[int, float, tuple[Size, ...]]:
+    """`network_cost` and layers of the run's model; of one that is not written yet about, and none."""
     from ddnn.nn.acoustic_model import load_model
+    from ddnn.training.options import affine_sizes
 
     for path in (run.path / FINAL, run.path / BEST):
         if path.is_file():
-            return parameters, network_cost(load_model(path).network.layers)[1]
-    return parameters, 6.0 * parameters
+            layers = load_model(path).network.layers
+            return parameters, network_cost(layers)[1], affine_sizes(optimizer, layers)
+    return parameters, 6.0 * parameters, ()

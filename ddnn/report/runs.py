@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ddnn.distributed.cost import Layout
 from ddnn.nn.figures import FIGURES
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
@@ -154,10 +155,11 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
     final_mean = run.recipe is None or run.recipe.parallel.strategy != "gradient-all-reduce"
     sending = [row for row in metrics.workers if row.averagings and row.bytes_sent is not None]
     averagings = sum(row.averagings + final_mean for row in sending)
-    last = metrics.last_worker_rows
+    last, sharing = metrics.last_worker_rows, [row for row in metrics.workers if row.minibatches and row.column_bytes]
     return {
         **{name: start and getattr(start, name) for name in ("date", "host", "machine", "precision", "version")},
         "workers": workers,
+        "layout": str(layout(run)),  # replicas x columns x stages
         "epochs": max(
             [0, *(row.epoch for row in (*metrics.train, *metrics.cv)), *(row.epoch for row in metrics.workers)]
         ),
@@ -182,6 +184,10 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         "compute_cpu_fraction": compute_cpu_fraction(metrics),
         **{name: value for share in SHARES for name, value in _spread(f"{share}_fraction", metrics.workers).items()},
         **_spread("consensus_distance", last),  # in the last epoch, before an averaging
+        **_spread("column_fraction", metrics.workers),
+        "column_bytes_per_minibatch": fmean((row.column_bytes or 0) / row.minibatches for row in sharing)
+        if sharing
+        else None,
         "bytes_per_averaging": sum(row.bytes_sent or 0 for row in sending) / averagings if sending else None,
         "excluded_averagings": sum(row.excluded_averagings for row in metrics.workers),
     }
@@ -197,11 +203,11 @@ def _base(run: Run, runs: Sequence[Run]) -> tuple[Run | None, str | None]:
     return None, min(filter(None, reasons), key=len, default="there is no run with one worker")
 
 
-def incomparable(run: Run, other: Run) -> str | None:
-    """Why the speeds of two runs do not compare; None: they do."""
+def incomparable(run: Run, other: Run, ignored: Sequence[str] = ()) -> str | None:
+    """Why the speeds of two runs do not compare, conditions of the `ignored` names apart; None: they do."""
     own, others = _conditions(run), _conditions(other)
     both = ({**others, **own}, {**own, **others})
-    differ = [name for name in both[0] if both[0][name] != both[1][name]]
+    differ = [name for name in both[0] if name not in ignored and both[0][name] != both[1][name]]
     return f"it does not compare with {other.name}: {', '.join(differ)}" if differ else None
 
 
@@ -269,6 +275,12 @@ def remarks(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
 def number_of_workers(run: Run) -> int:
     """How many workers wrote rows; if none did, the number in the recipe."""
     return run.metrics.num_workers or (1 if run.recipe is None else run.recipe.parallel.workers)
+
+
+def layout(run: Run) -> Layout:
+    """How its workers share models."""
+    columns = max((row.columns for row in run.metrics.workers), default=1)
+    return Layout(number_of_workers(run) // columns, columns)
 
 
 def training_seconds(run: Run) -> list[float]:

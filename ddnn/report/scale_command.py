@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,10 +9,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ddnn.distributed.cost import Layout, Size, predictions
+from ddnn.distributed.cost import Layout
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.report.figures import COLORS, MARKERS, legend_below, new_figure, plot_speed_up, save, speed_up_panels
-from ddnn.report.measured import MAX_WORKERS, network_cost, network_layers, read_measured
+from ddnn.report.measured import MAX_WORKERS, read_measured, with_network
 from ddnn.report.runs import Run, incomparable, overload, read_runs, shortest_ends
 from ddnn.report.scaling import (
     EXACT_MEAN,
@@ -25,7 +24,7 @@ from ddnn.report.scaling import (
     averagings,
     calibrate,
     epoch_seconds,
-    machine,
+    fastest,
     scaled,
     shared,
     strategies,
@@ -88,6 +87,7 @@ class Check:
     source: str
     strategy: str
     workers: int
+    layout: str  # replicas x columns x stages
     fitted: bool
     measured: float
     predicted: float
@@ -175,7 +175,7 @@ def _check_runs(runs: Sequence[Run], options: ScaleOptions) -> list[str]:
     Returns the warnings of the latter if they are allowed."""
     for run in runs:
         alone = len(runs) == 1 and run.start is None  # of an older version, but compared with no other run
-        if (reason := incomparable(run, runs[0])) is not None and not alone:
+        if (reason := incomparable(run, runs[0], ("minibatch_size", "minibatch_scope"))) is not None and not alone:
             hint = "leave it out, or measure all runs under the same conditions: docs/scaling.md"
             raise UserError(f"{run.name}: {reason}", location="--measured", hint=hint)
     overloaded = [f"{run.name}: {warning}" for run in runs if (warning := overload(run)) is not None]
@@ -193,10 +193,7 @@ def _job(measured: Job, options: ScaleOptions) -> Job:
         averaging_period=options.averaging_period or measured.averaging_period,
         frames=frames or measured.frames,
     )
-    if options.network is None:
-        return job
-    parameters, operations = network_cost(network_layers(options.network))
-    return replace(job, parameters=parameters, operations=operations)
+    return job if options.network is None else with_network(job, options.network)
 
 
 def _notes(constants: Constants, options: ScaleOptions) -> list[str]:
@@ -207,8 +204,10 @@ def _notes(constants: Constants, options: ScaleOptions) -> list[str]:
     if options.minibatch_size is not None:
         notes.append("a frame takes the same time in a minibatch of another size")
     if options.layouts is not None:
-        notes.append("workers that share a model spend all of a minibatch in matrix products, which cost nothing beside "
-                     "their operations (tau = 0), and send float32 as fast as they average")  # fmt: skip
+        messages = (
+            ", and send as fast as they average" if constants.shared_byte_seconds == constants.byte_seconds else ""
+        )
+        notes.append(f"workers that share a model spend all of a minibatch in matrix products{messages}")
     few = [n for n in options.workers if n > 1 and averagings(constants.job, "all-reduce", n) < 1.0]
     if few:
         notes.append(f"with {min(few)} or more workers, an epoch has fewer frames than one averaging interval")
@@ -217,12 +216,21 @@ def _notes(constants: Constants, options: ScaleOptions) -> list[str]:
 
 def _check_of(m: Measurement, measured: Sequence[Measurement], fitted: bool, reference: Constants) -> Check:
     """A measurement with several workers, compared with the model at its own averaging period and frames."""
-    constants = scaled(reference, replace(m.job, operations=reference.job.operations))
-    model_alone = epoch_seconds(constants, m.scheme, 1)
-    frame_seconds = [other.seconds / other.job.frames for other in measured if other.workers == 1]
-    speed_up = min(frame_seconds, default=model_alone / m.job.frames) * m.job.frames / m.seconds
-    predicted = model_alone / epoch_seconds(constants, m.scheme, m.workers)
-    return Check(m.source, str(m.scheme), m.workers, fitted, speed_up, predicted, predicted / speed_up - 1.0)
+    constants = scaled(reference, replace(m.job, operations=reference.job.operations, layers=reference.job.layers))
+    alone = [other for other in measured if other.workers == 1]
+    base = min(alone, key=lambda other: (other.job.minibatch != m.job.minibatch, _frame_seconds(other)), default=None)
+    minibatch = m.job.minibatch if base is None else base.job.minibatch
+    model_alone = epoch_seconds(scaled(constants, replace(constants.job, minibatch=minibatch)), m.scheme, 1)
+    seconds = model_alone if base is None else _frame_seconds(base) * m.job.frames
+    if replica := fastest(constants, m.layout._asdict()) if m.columns > 1 else None:
+        constants = shared(constants, replica)
+    speed_up, predicted = seconds / m.seconds, model_alone / epoch_seconds(constants, m.scheme, m.layout.replicas)
+    error = predicted / speed_up - 1.0
+    return Check(m.source, str(m.scheme), m.workers, str(m.layout), fitted, speed_up, predicted, error)
+
+
+def _frame_seconds(m: Measurement) -> float:
+    return m.seconds / m.job.frames
 
 
 def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) -> Iterator[Prediction]:
@@ -242,22 +250,18 @@ def _shared_predictions(constants: Constants, options: ScaleOptions, comm_dtype:
     """UserError: a layout is not of the form 2x2x1, or the network cannot be split like this."""
     if options.layouts is None:
         return
-    if options.network is None:
+    layers = constants.job.layers
+    if not layers:
         raise UserError("--layouts without --network", hint="add the widths of the layers, as 440-6x2048-8806")
-    layers = [Size(math.prod(layer.in_shape), math.prod(layer.out_shape)) for layer in network_layers(options.network)]
     alone = epoch_seconds(constants, EXACT_MEAN, 1)
     for text in options.layouts.split(","):
         sizes = [int(size) for size in text.split("x")] if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){2}", text) else []
         fixed = dict(zip(Layout._fields, sizes, strict=False))
-        rows = constants.job.minibatch
-        possible = (
-            predictions(machine(constants), layers, rows, math.prod(sizes), lambda _: 0.0, fixed) if sizes else []
-        )
-        if not possible:
+        best = fastest(constants, fixed) if sizes else None
+        if best is None:
             narrowest = min(layer.out_features for layer in layers)
             expected = f"replicas x columns (at most {narrowest}) x stages (at most {len(layers)}), as 2x2x1"
             raise UserError(f"{text[:100]!r} found, expected {expected}", location="--layouts")
-        best = min(possible, key=lambda p: p.minibatch_seconds)
         replica = shared(constants, best)
         schemes = [replace(scheme, comm_dtype=comm_dtype) for scheme in SAME_COST if not scheme.overlap]
         speed_ups = {s.strategy: alone / epoch_seconds(replica, s, best.layout.replicas) for s in schemes}

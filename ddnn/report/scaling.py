@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddnn.distributed.cost import Machine, Prediction
+from ddnn.distributed.cost import Layout, Machine, Prediction, Size, minibatch_seconds, predictions
 from ddnn.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class Job:
     minibatch: int
     averaging_period: int
     frames: float
+    layers: tuple[Size, ...] = ()  # empty where they are not known, or not affine
+    activation_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Constants:
     """The constants of the model for a `job`."""
 
     job: Job
-    minibatch_seconds: float  # c, compute and data time of a minibatch
+    minibatch_seconds: float  # c, compute and data time of a minibatch, with tau'
     contention_seconds: float  # g, its additional time if there is more than one worker
     serial_seconds: float  # S, part of an epoch that is not divided among the workers
     averaging_seconds: float  # h, of an averaging without its messages
@@ -71,15 +73,21 @@ class Constants:
     latency: float  # alpha, seconds per message
     byte_seconds: float  # beta, seconds per byte
     final_mean: bool  # E, whether every epoch ends with the exact mean over all workers
+    fixed_seconds: float = 0.0  # tau', part of c that does not depend on the number of frames
+    shared_latency: float = 0.0  # alpha' and beta', of messages between workers that share a model
+    shared_byte_seconds: float = 0.0
 
 
 def scaled(constants: Constants, job: Job) -> Constants:
     old = constants.job
     compute = job.operations * job.minibatch / (old.operations * old.minibatch)
+    known = job.layers and old.layers
+    fixed = constants.fixed_seconds * (_units(job, ALONE)["tau"] / _units(old, ALONE)["tau"] if known else 1.0)
     return replace(
         constants,
         job=job,
-        minibatch_seconds=constants.minibatch_seconds * compute,
+        minibatch_seconds=fixed + (constants.minibatch_seconds - constants.fixed_seconds) * compute,
+        fixed_seconds=fixed,
         contention_seconds=constants.contention_seconds * compute,
         serial_seconds=constants.serial_seconds * job.frames / old.frames,
         averaging_seconds=constants.averaging_seconds * job.parameters / old.parameters,
@@ -87,11 +95,35 @@ def scaled(constants: Constants, job: Job) -> Constants:
     )
 
 
+ALONE = Layout()
+_UNITS = {
+    "flops": Machine(1.0, 0.0, math.inf, 0.0, 0.0),
+    "tau": Machine(math.inf, 1.0, math.inf, 0.0, 0.0),
+    "alpha": Machine(math.inf, 0.0, math.inf, 1.0, 0.0),
+    "beta": Machine(math.inf, 0.0, math.inf, 0.0, 1.0),
+}
+"""Machines on which a minibatch takes one unit for each operation, product, message or byte."""
+
+
+def _units(job: Job, layout: Layout) -> dict[str, float]:
+    """How many of each a minibatch of a replica has."""
+    machines = {name: unit._replace(activation_bytes=job.activation_bytes) for name, unit in _UNITS.items()}
+    return {name: minibatch_seconds(unit, job.layers, job.minibatch, layout) for name, unit in machines.items()}
+
+
 def machine(constants: Constants) -> Machine:
-    """A worker that takes c for a minibatch, all of it in matrix products, and shares its model over the messages of averaging."""
-    job = constants.job
-    flops = job.operations * job.minibatch / constants.minibatch_seconds
-    return Machine(flops, 0.0, math.inf, constants.latency, constants.byte_seconds)
+    """A worker that takes c for a minibatch of known layers, all of it in matrix products."""
+    job, units = constants.job, _units(constants.job, ALONE)
+    flops = units["flops"] / max(constants.minibatch_seconds - constants.fixed_seconds, 1e-12)
+    tau, messages = constants.fixed_seconds / units["tau"], (constants.shared_latency, constants.shared_byte_seconds)
+    return Machine(flops, tau, math.inf, *messages, job.activation_bytes)
+
+
+def fastest(constants: Constants, fixed: Mapping[str, int]) -> Prediction | None:
+    """Of the layouts with the `fixed` fields, which say how many workers there are. None: there is none."""
+    job, workers = constants.job, math.prod(fixed[name] for name in Layout._fields[:3])
+    possible = predictions(machine(constants), job.layers, job.minibatch, workers, lambda _: 0.0, fixed)
+    return min(possible, key=lambda prediction: prediction.minibatch_seconds, default=None)
 
 
 def shared(constants: Constants, prediction: Prediction) -> Constants:
@@ -181,11 +213,17 @@ class Measurement:
     # standard deviation of the interval between two averagings, over time and workers; None if not known
     block_std: float | None = None
     final_mean: bool = False  # whether `comm` includes the exact mean at the end of the epoch
+    columns: int = 1  # workers that share a model
+    shared_comm: float = 0.0  # part of `compute` spent in messages to them
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.workers // self.columns, self.columns)
 
     @property
     def minibatches(self) -> float:
         """Of one worker in the epoch."""
-        return self.job.frames / (self.workers * self.job.minibatch)
+        return self.job.frames / (self.layout.replicas * self.job.minibatch)
 
 
 @dataclass(frozen=True)
@@ -196,54 +234,75 @@ class Calibration:
     assumed: tuple[str, ...]
 
 
-CONSTANTS = ("c", "g", "S", "h", "alpha", "beta")  # those that are fitted
+CONSTANTS = ("c", "g", "S", "h", "alpha", "beta", "tau", "alpha'", "beta'")  # those that are fitted; c is without tau'
 
 
 def calibrate(
     measured: Sequence[Measurement], latency: float | None = None, byte_seconds: float | None = None
 ) -> Calibration:
-    """Fits the constants to the measurements, except `latency` and `byte_seconds` if these are given. UserError:
-    measurements of different networks or minibatches, or of different kinds; too few measurements."""
+    """Fits the constants to the measurements, except `latency` and `byte_seconds` if these are given; of workers that
+    share a model to the times of their messages alone. UserError: measurements of different networks, or of different
+    kinds; too few measurements."""
     first = measured[0]
     for other in measured:
-        kinds = [(m.job.parameters, m.job.minibatch, m.compute is None) for m in (first, other)]
+        kinds = [(m.job.parameters, m.compute is None) for m in (first, other)]
         if kinds[0] != kinds[1]:
-            message = f"{first.source} and {other.source} differ in network, minibatch size or kind of measurement"
-            raise UserError(message, hint="give runs of one network and minibatch size, or one file")
-    given = {name: value for name, value in (("alpha", latency), ("beta", byte_seconds)) if value is not None}
-    absent = _absent(measured, given)
+            message = f"{first.source} and {other.source} differ in network or kind of measurement"
+            raise UserError(message, hint="give runs of one network, or one file")
+    options = {"alpha": latency, "beta": byte_seconds}
+    given = {name: value for name, value in options.items() if value is not None}
+    given |= {f"{name}'": value for name, value in given.items()}
+    sharing, measured = [m for m in measured if m.columns > 1], [m for m in measured if m.columns == 1]
+    if not measured:
+        raise UserError("all runs have workers that share a model", hint="add a run with one worker")
+    first = measured[0]
+    absent = _absent(measured, sharing, given)
     given |= dict.fromkeys(absent, 0.0)
-    equations = [equation for m in measured for equation in _equations(m, first.job.frames)]
+    equations = [equation for m in (*measured, *sharing) for equation in _equations(m, first.job)]
     names = [name for name in CONSTANTS if name not in given]
     columns = {name: [terms.get(name, 0.0) for *_, terms in equations] for name in names}
     explained = [sum(given.get(name, 0.0) * factor for name, factor in terms.items()) for *_, terms in equations]
     values = [max(0.0, value - known) for (value, *_), known in zip(equations, explained, strict=True)]
     fitted = given | fit_not_negative(columns, values, [scale for _, scale, _ in equations])
     several = [m for m in measured if m.workers > 1 and m.block_std is not None]
-    variances = [(m.block_std or 0.0) ** 2 / _period(m.job, m.scheme.strategy) for m in several]
+    stds = [(m.block_std or 0.0) * first.job.minibatch / m.job.minibatch for m in several]
+    variances = [std**2 / _period(m.job, m.scheme.strategy) for std, m in zip(stds, several, strict=True)]
     sigma = (fmean(variances) * first.job.averaging_period) ** 0.5 if variances else 0.0
     if not variances:
         absent["sigma"] = (
             "the variation of the workers' times was not measured: waiting for the slowest is part of g and h"
         )
-    c, g, serial, h, alpha, beta = (fitted[name] for name in CONSTANTS)
-    constants = Constants(first.job, c, g, serial, h, sigma, alpha, beta, any(m.final_mean for m in measured))
-    return Calibration(constants, tuple(f"{reason} ({name} = 0)" for name, reason in absent.items()))
+    c, g, serial, h, alpha, beta, fixed, *within = (fitted[name] for name in CONSTANTS)
+    notes = [f"{reason} ({name} = 0)" for name, reason in absent.items()]
+    if not sharing:
+        within = [alpha, beta]
+    elif latency is byte_seconds is None and not any(m.comm for m in measured):
+        alpha, beta = within
+        notes.append("no averaging was measured: its messages are as fast as those within a model")
+    job = replace(first.job, layers=max((m.job.layers for m in (*measured, *sharing)), key=len))
+    final_mean = any(m.final_mean for m in measured)
+    constants = Constants(job, c + fixed, g, serial, h, sigma, alpha, beta, final_mean, fixed, *within)
+    return Calibration(constants, tuple(notes))
 
 
-def _absent(measured: Sequence[Measurement], given: Mapping[str, float]) -> dict[str, str]:
-    """The constants that the measurements do not show, which are taken for 0, with the reason. `given`: those of messages
-    that are known. UserError: others cannot do without them."""
+def _absent(
+    measured: Sequence[Measurement], sharing: Sequence[Measurement], given: Mapping[str, float]
+) -> dict[str, str]:
+    """The constants that the measurements do not show, which are taken for 0, with the reason; in `sharing` workers share
+    models. `given`: those of messages that are known. UserError: others cannot do without them."""
     sizes, totals = {m.workers for m in measured}, measured[0].compute is None
+    minibatches = {(m.workers > 1, m.job.minibatch) for m in measured}
     several = [m for m in measured if m.workers > 1]
     sent = {(m.workers, m.scheme.strategy) for m in several if m.comm > 0.0}
     if totals and (1 not in sizes or not several):
         message = f"times with {', '.join(map(str, sorted(sizes)))} workers found, expected times with 1 and with more"
         raise UserError(message, hint="give the total with one worker, and with two or more")
-    if len(given) < 2 and not sent:
+    if len(given) < 4 and not sent and not sharing:
         message = "no communication was measured: all runs have one worker"
         raise UserError(message, hint="add a run with two or more workers, or give --latency and --bandwidth")
     absent = {}
+    if len(minibatches) == len({several for several, _ in minibatches}):
+        absent["tau"] = "only one size of minibatch was measured: a product costs nothing beside its operations"
     if 1 not in sizes or not several:
         absent["g"] = "not both one worker and several were measured: several compute as fast as one"
     if not several:
@@ -252,6 +311,10 @@ def _absent(measured: Sequence[Measurement], given: Mapping[str, float]) -> dict
         absent["h"] = "only one averaging period was measured: additional time without messages is per minibatch"
     if len(sizes) < 2 + totals:
         absent["S"] = f"fewer than {2 + totals} numbers of workers were measured: the whole epoch is divided among them"
+    if not given and len({(m.job.minibatch, m.columns) for m in sharing}) == 1:
+        absent["alpha'"] = (
+            "messages of only one size within a model were measured: their time is in proportion to the bytes"
+        )
     if not given and len(sent) == 1:
         absent["alpha"] = "communication of only one size was measured: its time is proportional to the bytes"
     return absent
@@ -261,10 +324,15 @@ Equation = tuple[float, float, dict[str, float]]
 """Measured seconds, the seconds that their error is relative to, and how often each constant is in them."""
 
 
-def _equations(m: Measurement, frames: float) -> Iterator[Equation]:
-    """S is that of an epoch of `frames`."""
-    divided = {"c": m.minibatches, "g": m.minibatches * (m.workers > 1)}
-    rest = {"S": m.job.frames / frames, "h": m.averagings}
+def _equations(m: Measurement, job: Job) -> Iterator[Equation]:
+    """c, g and S are those of `job`. Of workers that share a model only their messages count."""
+    if m.columns > 1:
+        units = _units(m.job, m.layout)
+        yield m.shared_comm, m.shared_comm, {f"{name}'": m.minibatches * units[name] for name in ("alpha", "beta")}
+        return
+    whole = m.minibatches * m.job.minibatch / job.minibatch
+    divided = {"c": whole, "g": whole * (m.workers > 1), "tau": m.minibatches}
+    rest = {"S": m.job.frames / job.frames, "h": m.averagings}
     if m.compute is None:
         yield m.seconds - m.comm, m.seconds - m.comm, divided | rest
     else:

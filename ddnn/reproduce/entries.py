@@ -120,7 +120,8 @@ def speed_ups(config: ReproduceConfig, table: Table, records: Mapping[str, RunRe
         has_cores = record.time is not None and record.time.cores >= record.workers
         if record.measured and has_cores and record.failure is None and name not in slow:
             epoch = record.measured.to_measurement(record.workers)
-            size = record.measured.minibatch_size * (record.workers if table.divides_minibatch else 1)
+            replicas = record.workers // record.measured.columns
+            size = record.measured.minibatch_size * (replicas if table.divides_minibatch else 1)
             compared = record.measured.model_copy(update={"minibatch_size": size})
             groups[_group(record, compared)][record.condition, record.workers].append(epoch)
     with_base = [group for group in groups.values() if (table.base, 1) in group]
@@ -133,9 +134,10 @@ def speed_ups(config: ReproduceConfig, table: Table, records: Mapping[str, RunRe
             measured = {n: epochs[name if n > 1 else table.base, n] for n in config.workers}
             seconds = {n: median(epoch.seconds for epoch in known) for n, known in measured.items() if known}
             curves["measured"] = {n: seconds[1] / value for n, value in seconds.items()}
-            curves["predicted"] = _predicted(
-                [n for n in measured if n not in seconds], [epoch for known in measured.values() for epoch in known]
-            )
+            if not table.divides_minibatch:
+                curves["predicted"] = _predicted(
+                    [n for n in measured if n not in seconds], [epoch for known in measured.values() for epoch in known]
+                )
         for kind, curve in curves.items():
             row: SpeedUp = {"condition": name, "label": condition.label, "kind": kind}
             result += [{**row, "workers": n, "speed_up": value} for n, value in curve.items()]

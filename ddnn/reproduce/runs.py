@@ -88,7 +88,8 @@ class TimeBreakdown(Section):
 
 
 class MeasuredEpoch(Section):
-    """A mean epoch, the input of the scaling model: the fields of CommScheme, Job and Measurement, in their order."""
+    """A mean epoch, the input of the scaling model: the fields of CommScheme, Job and Measurement, in their
+    order, as far as records have them."""
 
     strategy: str
     comm_dtype: str
@@ -105,11 +106,12 @@ class MeasuredEpoch(Section):
     other_seconds: Amount | None
     interval_seconds_std: Amount | None
     final_mean: bool
+    columns: PositiveCount = 1
 
     @classmethod
     def of(cls, epoch: Measurement) -> MeasuredEpoch:
         _, _, scheme, job, *rest = astuple(epoch)
-        return cls(**dict(zip(cls.model_fields, (*scheme, *job, *rest), strict=True)))
+        return cls(**dict(zip(cls.model_fields, (*scheme, *job[:5], *rest[:-1]), strict=True)))
 
     def to_measurement(self, workers: int) -> Measurement:
         fields: list[Any] = list(dict(self).values())

@@ -231,6 +231,11 @@ class WorkerRow(MetricsRow):
     interval_seconds: Seconds = None  # of the minibatches between two averagings, mean and standard deviation
     interval_seconds_std: Seconds = None
 
+    @property
+    def column_fraction(self) -> float | None:
+        """Of its time, in messages within its model."""
+        return self.column_seconds and self.seconds and self.column_seconds / self.seconds
+
     def as_text(self) -> str:
         return super().as_text() if self.excluded_averagings else ""
 

@@ -16,12 +16,13 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import CvSelection, TrainingDataConfig
+from ddnn.distributed.cost import Size
 from ddnn.distributed.groups import Groups
 from ddnn.kaldi.archive import MatrixReader, read_scp
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.nn.columns import ColumnPartition
 from ddnn.nn.layer import Layer
-from ddnn.nn.layers import activation_floats, num_parameters
+from ddnn.nn.layers import Affine, activation_floats, num_parameters
 from ddnn.nn.network import Network
 from ddnn.nn.partition import Partition
 from ddnn.optim.columns import ColumnNgSgd
@@ -113,6 +114,17 @@ def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> Averag
 
 def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:
     return _taken(OPTIMIZERS[recipe.name][0], recipe)
+
+
+def affine_sizes(recipe: OptimizerConfig, layers: Sequence[Layer]) -> tuple[Size, ...]:
+    """What the model of cost reads of a network and its optimizer; empty where a layer is not affine."""
+    options, sizes = optimizer_options(recipe), list[Size]()
+    for layer in layers:
+        if not isinstance(layer, Affine):
+            return ()
+        sides = options.sides(layer.gemm) if isinstance(options, NgSgdOptions) else ()
+        sizes.append(Size(layer.in_features, layer.out_features, *(min(rank, dim - 1) for dim, rank in sides)))
+    return tuple(sizes)
 
 
 def optimizer_of(recipe: OptimizerConfig, network: Network) -> Sgd:

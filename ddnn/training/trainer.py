@@ -442,7 +442,7 @@ def worker_row(epoch: int, averager: Averager) -> WorkerRow:
         consensus_distance=_mean(counters.consensus_distances),
         bytes_sent=traffic.bytes_sent,
         comm_seconds=traffic.comm_seconds,
-        num_parameters=parameters.numel(),
+        num_parameters=averager.network.partition.num_parameters(parameters.numel()),
         columns=groups.column.world_size,
         column_seconds=shared.comm_seconds or None,
         column_bytes=shared.bytes_sent or None,

@@ -75,7 +75,7 @@ def test_figures(runs: list[Path]) -> None:
     assert [s["speed_up"] for s in (one, older)] == [None, None], "one worker has none"
     assert [s["speed_up"] for s in (two, four)] == pytest.approx([1.9, 3.8])
     assert (two["speed_up_over"], two["no_speed_up"]) == ("one", None)
-    assert [value for name, value in older.items() if name.endswith(("_mean", "_worst", "_rank"))] == [None] * 15
+    assert [value for name, value in older.items() if name.endswith(("_mean", "_worst", "_rank"))] == [None] * 18
     assert spread(one, "consensus_distance") == (None, None, None)
     assert spread(four, "compute_fraction") == (pytest.approx(0.90), pytest.approx(0.87), 3)
     assert spread(four, "wait_fraction") == (pytest.approx(0.03), pytest.approx(0.06), 3)
@@ -127,8 +127,28 @@ def test_a_speed_up_only_over_a_run_that_differs_in_nothing_but_the_workers(tmp_
     found = report([one, two], None)
     assert found.summaries[1]["speed_up"] is None
     assert f"two: no speed-up: it does not compare with one: {what}\n" in f"{found.as_text()}\n"
+    if what == "minibatch_size":
+        assert scale([one, two], ScaleOptions(workers=(2,)), None).checks, "two sizes tell what a product costs"
+        return
     with pytest.raises(UserError, match=f"two: it does not compare with one: {what}"):
         scale([one, two], ScaleOptions(workers=(2,)), None)
+
+
+def test_workers_that_share_a_model(tmp_path: Path) -> None:
+    """A speed-up as of any two workers, and what their messages took."""
+    one = write_run(tmp_path / "one", rows_of(1, **ALONE))
+    shares = {"columns": 2, "column_seconds": 0.62, "column_bytes": 112_000, "averagings": 0, "bytes_sent": 0}
+    two = write_run(tmp_path / "two", rows_of(2, **shares), "{workers: 2, columns: 2}")
+    four = write_run(tmp_path / "four", rows_of(4, **shares), "{workers: 4, columns: 2}")
+    found = report([one, two, four], None)
+    assert [summary["layout"] for summary in found.summaries] == ["1x1x1", "1x2x1", "2x2x1"]
+    assert found.summaries[1]["speed_up"] == pytest.approx(1.9)
+    assert spread(found.summaries[1], "column_fraction") == (pytest.approx(0.2), pytest.approx(0.2), 0)
+    lines = [line.split() for line in found.as_text().splitlines()]
+    assert [*["replicas", "x", "columns", "x", "stages"], "-", "1x2x1", "2x2x1"] in lines
+    assert [*["messages", "within", "a", "model"], "-", "20.0", "%", "20.0", "%"] in lines
+    assert [*["bytes", "sent", "per", "minibatch", "within", "a", "model"], "-", "1,000", "1,000"] in lines
+    assert "within a model" not in report([one], None).as_text()
 
 
 def test_speeds_with_shared_and_growing_minibatches(tmp_path: Path) -> None:

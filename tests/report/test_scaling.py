@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from report_runs import rows_of, worker_row, write_run
 from ddnn.averaging.strategies import STRATEGIES
 from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.distributed import cost
+from ddnn.distributed.cost import Size
 from ddnn.nn.acoustic_model import AcousticModel, save_model
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network
@@ -36,6 +39,7 @@ from ddnn.report.scaling import (
     epoch_seconds,
     expected_max_normal,
     fit_not_negative,
+    machine,
     scaled,
 )
 from ddnn.util.errors import DataError, UserError
@@ -243,7 +247,8 @@ def test_run_dirs(tmp_path: Path) -> None:
     save_model(two / "best.safetensors", model)
     found = read_measured(two)[0]
     assert (found.workers, found.scheme, found.averagings) == (2, CommScheme("all-reduce"), 11)
-    assert found.job == Job(*network_cost(network_layers("440-4x512-616")), 256, 10, 2 * 28672)
+    sizes = tuple(Size(*dims) for dims in pairwise([440, *[512] * 4, 616]))
+    assert found.job == Job(*network_cost(network_layers("440-4x512-616")), 256, 10, 2 * 28672, sizes)
     assert found.compute == pytest.approx(3.1 * 0.93)
     assert found.rest == pytest.approx(3.1 * (1 - 0.93 - 0.01) - 0.06)
     assert found.block_std == pytest.approx(math.sqrt(0.01**2 + 0.005**2)), "in time, and between the workers"
@@ -435,6 +440,125 @@ def test_layouts_that_cannot_be(run_cli: RunCli, layouts: str) -> None:
     assert result.exit_code == 2 and "columns (at most 2048) x stages (at most 7)" in result.stderr
 
 
-def test_layouts_need_the_widths_of_the_layers(run_cli: RunCli) -> None:
-    result = run_cli("scale", "--measured", str(K20), "--layouts", "1x2x1")
+def test_layouts_need_the_widths_of_the_layers(tmp_path: Path, run_cli: RunCli) -> None:
+    """Which a run without a model does not tell."""
+    run = write_run(tmp_path / "run", rows_of(2), "{workers: 2}")
+    result = run_cli("scale", "--measured", str(run), "--layouts", "1x2x1")
     assert result.exit_code == 2 and "--network" in result.stderr
+    assert run_cli("scale", "--measured", str(K20), "--layouts", "1x2x1").exit_code == 0
+
+
+LAYERS = tuple(Size(*dims) for dims in pairwise([440, *[512] * 4, 616]))
+FLOPS, TAU, ALPHA, BETA = 50e9, 20e-6, 30e-6, 1 / 2e9
+
+
+def on_a_machine(
+    minibatch: int, workers: int, columns: int = 1, layers: tuple[Size, ...] = LAYERS, activation_bytes: int = 4
+) -> Measurement:
+    """What a machine would have measured that is as the model has it."""
+    frames, parameters = 1e6, sum(layer.parameters for layer in layers)
+    job = Job(parameters, 7.5e6, minibatch, 10, frames, layers, activation_bytes)
+    there = cost.Machine(FLOPS, TAU, math.inf, ALPHA, BETA, activation_bytes)
+    count = frames / minibatch * columns / workers
+    both = cost.minibatch_seconds(there, layers, minibatch, cost.Layout(columns=columns))
+    alone = cost.minibatch_seconds(
+        there._replace(latency=0, byte_seconds=0), layers, minibatch, cost.Layout(columns=columns)
+    )
+    return Measurement(
+        "made up", workers, CommScheme("all-reduce"), job, count * both, 0.0, 0.0, count * both, 0.0,
+        columns=columns, shared_comm=count * (both - alone),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (20, 80)])
+@pytest.mark.parametrize("activation_bytes", [4, 2])
+def test_two_sizes_of_minibatch_tell_what_a_product_and_a_message_cost(
+    ranks: tuple[int, int], activation_bytes: int
+) -> None:
+    layers = tuple(Size(*layer[:2], *ranks) for layer in LAYERS)
+    more = {"layers": layers, "activation_bytes": activation_bytes}
+    measured = [on_a_machine(n, workers, workers, **more) for n in (256, 1024) for workers in (1, 2)]
+    calibration = calibrate(measured)
+    found = machine(calibration.constants)
+    assert found[:2] == pytest.approx((FLOPS, TAU)) and found[3:] == pytest.approx((ALPHA, BETA, activation_bytes))
+    assert not any("tau" in note or "alpha" in note for note in calibration.assumed)
+    assert calibration.constants.latency == pytest.approx(ALPHA), "as no averaging was measured"
+    assert any("no averaging was measured" in note for note in calibration.assumed)
+    other = scaled(calibration.constants, replace(measured[0].job, minibatch=64))
+    expected = cost.minibatch_seconds(found._replace(activation_bytes=4), layers, 64, cost.Layout())
+    assert other.minibatch_seconds == pytest.approx(expected)
+    deeper = replace(measured[0].job, layers=layers * 2)
+    assert scaled(calibration.constants, deeper).fixed_seconds == pytest.approx(
+        TAU * sum(2 + 3 - (i == 0) + 4 * (ranks != (0, 0)) for i in range(10))
+    )
+
+
+def test_one_size_of_minibatch_tells_neither() -> None:
+    measured = [on_a_machine(256, 1), on_a_machine(256, 2, 2)]
+    calibration = calibrate(measured)
+    assert calibration.constants.fixed_seconds == calibration.constants.shared_latency == 0.0
+    assert any("one size of minibatch" in note and "(tau = 0)" in note for note in calibration.assumed)
+    assert any("messages of only one size within a model" in note for note in calibration.assumed)
+    known = calibrate(measured, latency=ALPHA).constants
+    assert (known.shared_latency, known.shared_byte_seconds) == pytest.approx((ALPHA, BETA))
+    assert calibrate(measured, 7.0, 8.0).constants.shared_latency == 7.0
+    with pytest.raises(UserError, match="all runs have workers that share a model"):
+        calibrate(measured[1:])
+    different = calibrate([on_a_machine(256, 1), replace(on_a_machine(128, 2), comm=1.0)])
+    assert different.constants.fixed_seconds == 0.0, "several workers may differ by contention, not by the minibatch"
+
+
+def write_shared_run(path: Path, minibatches: int, workers: int, columns: int, seconds: float, sent: float) -> Path:
+    """A run of workers that share models, one epoch of 57344 frames, and its model."""
+    rows = rows_of(
+        workers, 1, minibatches=minibatches, frames=57344 * columns // workers, seconds=seconds, columns=columns,
+        num_parameters=1_329_768, compute_fraction=0.97, data_fraction=0.01, wait_fraction=0.0, comm_fraction=0.0,
+        column_seconds=sent, column_bytes=1000 * minibatches, comm_seconds=0.0, averagings=0,
+    )  # fmt: skip
+    run = write_run(
+        path, rows, f"{{workers: {workers}, columns: {columns}}}", f"minibatch_size: {57344 // minibatches}"
+    )
+    save_model(
+        run / "final.safetensors",
+        AcousticModel(FeatureConfig(), splice_only(40, 5), Network(mlp_layers(440, 4, 512, 616))),
+    )
+    return run
+
+
+def test_runs_whose_workers_share_a_model_are_compared_with_the_model(tmp_path: Path) -> None:
+    """224 minibatches of 256 frames in 4 s; and in 2.5 s, 0.6 of them in messages."""
+    one = write_run(
+        tmp_path / "one", rows_of(1, 1, averagings=0, comm_seconds=0.0, minibatches=224, frames=57344, seconds=4.0)
+    )
+    two = write_shared_run(tmp_path / "two", 224, 2, 2, 2.5, 0.6)
+    (found,) = read_measured(two)
+    assert (found.workers, str(found.layout), found.job.frames, found.minibatches) == (2, "1x2x1", 57344, 224)
+    assert (found.job.minibatch, found.shared_comm) == (256, 0.6)
+    scaling = scale([one, two], ScaleOptions(workers=(1, 2), layouts="1x2x1"), None)
+    (check,) = scaling.checks
+    assert (check.layout, check.workers, check.measured) == ("1x2x1", 2, pytest.approx(4.0 / 2.5))
+    constants = scaling.constants
+    seconds = 224 * (constants.minibatch_seconds / 2 + constants.contention_seconds) + 0.6 + constants.serial_seconds
+    assert check.predicted == pytest.approx(epoch_seconds(constants, CommScheme("all-reduce"), 1) / seconds)
+    assert scaling.shared[0].speed_ups["all-reduce"] == pytest.approx(check.predicted)
+    text = scaling.as_text()
+    assert re.search(r"two +all-reduce +2 +1x2x1 +1\.60 ", text), text
+    assert "its messages are as fast as those within a model" in text
+
+
+def test_a_shared_model_whose_layers_are_not_known(tmp_path: Path) -> None:
+    run = write_shared_run(tmp_path / "run", 224, 2, 2, 2.5, 0.6)
+    (run / "final.safetensors").unlink()
+    with pytest.raises(DataError, match="its workers share a model that is not written yet"):
+        read_measured(run)
+
+
+def test_runs_of_two_sizes_of_minibatch_and_layouts(tmp_path: Path) -> None:
+    runs = [
+        write_shared_run(tmp_path / f"{n} {workers}", n, workers, columns, seconds, 0.1 * (columns > 1))
+        for n, workers, columns, seconds in ((224, 1, 1, 4.0), (448, 1, 1, 4.4), (224, 2, 2, 2.5), (112, 4, 2, 1.3))
+    ]
+    found = scale(runs, ScaleOptions(workers=(1, 2)), None)
+    assert found.constants.fixed_seconds * 224 == pytest.approx(0.4 * 0.98, rel=0.02)
+    assert [check.layout for check in found.checks] == ["1x2x1", "2x2x1"]
+    assert "not in proportion to the frames" in found.as_text()

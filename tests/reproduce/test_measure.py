@@ -230,5 +230,8 @@ def test_an_epoch_is_recorded_under_the_names_of_records() -> None:
         "other_seconds": epoch.rest,
         "interval_seconds_std": epoch.block_std,
         "final_mean": epoch.final_mean,
+        "columns": 1,
     }
+    shared = replace(epoch, columns=2, source="record")
+    assert MeasuredEpoch.of(shared).to_measurement(8) == shared
     assert record.to_measurement(8) == replace(epoch, source="record")

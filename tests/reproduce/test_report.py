@@ -215,9 +215,14 @@ def test_speed_ups_of_workers_that_divide_a_minibatch() -> None:
         run = records[name]
         measured = epoch(run.workers, seconds).model_copy(update={"minibatch_size": 256 // run.workers})
         records[name] = run.model_copy(update={"measured": measured})
+    two = records["columns-2-1"]
+    shared = epoch(2, 12.5).model_copy(update={"minibatch_size": 256, "columns": 2})
+    records["columns-2-1"] = two.model_copy(update={"measured": shared})
     text = build_report(corpus, [table], records, "c", []).markdown("x")
+    assert "with 4 workers hybrid | measured | 1.00 | 1.60 | - |" in text, "one replica has all of the minibatch"
     assert "| data: gradients, every minibatch | paper | 1.00 | 1.50 | 1.46 |" in text
     assert "| data: gradients, every minibatch | measured | 1.00 | 2.00 | - |" in text
+    assert "| data: gradients, every minibatch | predicted" not in text
 
 
 def test_times_are_medians_without_runs_on_overloaded_cores() -> None:

@@ -172,6 +172,15 @@ def poison(trainer: Trainer) -> None:
     trainer.step = poisoned
 
 
+def test_rows_tell_the_whole_networks_parameters() -> None:
+    def counted(groups: Groups) -> set[int]:
+        rows = train_to_end(trainer_of(groups, "mean"))
+        return {row["num_parameters"] for row in rows if row.get("type") == "worker"}
+
+    found = on(1, 2, counted)
+    assert found[0] and found == on(1, 1, counted) * 2
+
+
 def test_a_column_that_is_not_finite_leaves_its_replica_out() -> None:
     def work(groups: Groups) -> tuple[Tensor, list[int]]:
         trainer = trainer_of(groups, "mean")
