@@ -9,6 +9,7 @@ this place for the number-th time.
     commit       rank 0 killed before it names a complete checkpoint
     stop         stopped (SIGSTOP) before a step
     raise        raises before a step
+    ask          is asked to stop before a step, as by the signal of a launcher (SIGUSR1)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 DEATHS = "DDNN_TEST_DEATHS"
+SIGNALS = {"stop": signal.SIGSTOP, "ask": signal.SIGUSR1}
 
 
 def arrange(rank: int, where: str, number: int) -> None:
@@ -41,7 +43,7 @@ def arrange(rank: int, where: str, number: int) -> None:
             raise ZeroDivisionError("made up")
         if where == "exchange":
             time.sleep(0.05)  # the others are in it by now
-        os.kill(os.getpid(), signal.SIGSTOP if where == "stop" else signal.SIGKILL)
+        os.kill(os.getpid(), SIGNALS.get(where, signal.SIGKILL))
 
     def patch(owner: Any, name: str, after: bool = False, counts: Callable[..., bool] = lambda *_: True) -> None:
         real = getattr(owner, name)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import time
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from distributed.mpi_worlds import need_mpi
-from training.test_workers import DDNN, ENVIRONMENT, ddnn, rows
+from training import deaths
+from training.test_workers import ddnn, rows
 
 from ddnn.nn.acoustic_model import load_model
 
@@ -37,8 +36,9 @@ def new_recipe(folder: Path, **size: int) -> Path:
     return write_recipe(folder / "recipe.yaml", data, write_pdfs(folder / "pdfs.txt", labels), NG)
 
 
-def train(recipe: Path, run: Path, workers: int, columns: int, *more: str) -> subprocess.CompletedProcess[str]:
-    return ddnn("train", recipe, "--run-dir", run, "--workers", workers, "--set", f"parallel.columns={columns}", *more)
+def train(recipe: Path, run: Path, workers: int, columns: int, *more: str, **variables: str) -> Any:
+    words = ("train", recipe, "--run-dir", run, "--workers", workers, "--set", f"parallel.columns={columns}", *more)
+    return ddnn(*words, **variables)
 
 
 def parameters(path: Path) -> torch.Tensor:
@@ -92,17 +92,28 @@ def test_filters_are_split(recipe: Path, tmp_path: Path) -> None:
     assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
 
 
-def test_stopped_amid_an_epoch_and_resumed_with_other_columns(tmp_path: Path) -> None:
-    recipe, run = new_recipe(tmp_path, count=60, frames=200), tmp_path / "run"
-    words = [*DDNN, "train", recipe, "--run-dir", run, "--workers", "2", "--set", "parallel.columns=2"]
-    words += ["--set", "checkpoint.interval_minibatches=20"]
-    process = subprocess.Popen(list(map(str, words)), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and not list((run / "checkpoints").glob("[0-9]*")):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 75, errors
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run dir of a training by two columns, its recipe beside it."""
+    folder = tmp_path_factory.mktemp("columns")
+    (folder / "patch").mkdir()
+    shutil.copy(deaths.__file__, folder / "patch/sitecustomize.py")
+    done = train(new_recipe(folder, count=24, frames=100), folder / "run", 2, 2)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def train_disturbed(undisturbed: Path, run: Path, *death: object) -> Any:
+    """The same, with checkpoints, by workers of which one dies like this (deaths.py)."""
+    environment = {deaths.DEATHS: json.dumps([death]), "PYTHONPATH": str(undisturbed.parent / "patch")}
+    words = ("--set", "checkpoint.interval_minibatches=20")
+    return train(undisturbed.parent / "recipe.yaml", run, 2, 2, *words, **environment)
+
+
+def test_stopped_amid_an_epoch_and_resumed_with_other_columns(undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = train_disturbed(undisturbed, run, 1, "ask", 50)
+    assert done.returncode == 75, done.stderr
     *_, checkpoint = sorted((run / "checkpoints").glob("[0-9]*"))
     assert {path.name for path in checkpoint.iterdir()} == {
         "manifest.json",
@@ -112,42 +123,24 @@ def test_stopped_amid_an_epoch_and_resumed_with_other_columns(tmp_path: Path) ->
     losses = {}
     for columns in (2, 1):
         copy = tmp_path / f"by {columns}"
-        subprocess.run(["cp", "-r", str(run), str(copy)], check=True)
-        done = train(recipe, copy, columns, columns, "--resume")
+        shutil.copytree(run, copy)
+        done = train(undisturbed.parent / "recipe.yaml", copy, columns, columns, "--resume")
         assert done.returncode == 0, done.stderr
         losses[columns] = cv_losses(copy)
         if columns == 1:
             assert re.search(r"parallel.columns is now 1; was 2", done.stderr)
-    undisturbed = tmp_path / "undisturbed"
-    assert train(recipe, undisturbed, 2, 2).returncode == 0
     assert cv_losses(undisturbed) == losses[2]
     assert losses[1] == pytest.approx(losses[2], abs=1e-3)
     same = tmp_path / "by 2/final.safetensors"
     assert same.read_bytes() == (undisturbed / "final.safetensors").read_bytes()
 
 
-def test_a_dead_worker_restarts_the_job(tmp_path: Path) -> None:
-    recipe, run = new_recipe(tmp_path, count=60, frames=200), tmp_path / "run"
-    words = [*DDNN, "train", recipe, "--run-dir", run, "--workers", "2", "--set", "parallel.columns=2"]
-    words += ["--set", "checkpoint.interval_minibatches=20"]
-    process = subprocess.Popen(list(map(str, words)), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    deadline, workers = time.monotonic() + 120, list[int]()
-    while time.monotonic() < deadline and not list((run / "checkpoints").glob("[0-9]*")):
-        time.sleep(0.05)
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            words_of = path.with_name("cmdline").read_bytes()
-            if str(run).encode() in words_of and b"OMPI_COMM_WORLD_RANK=1\0" in path.read_bytes():
-                workers.append(int(path.parent.name))
-        except OSError:
-            continue
-    assert len(workers) == 1
-    os.kill(workers[0], signal.SIGKILL)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert [row["event"] for row in rows(run) if row["type"] == "event"] == ["restarted"]
-    undisturbed = tmp_path / "undisturbed"
-    assert train(recipe, undisturbed, 2, 2).returncode == 0
+def test_a_dead_worker_restarts_the_job(undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = train_disturbed(undisturbed, run, 1, "minibatch", 50)
+    assert done.returncode == 0, done.stderr
+    (restart,) = [row for row in rows(run) if row["type"] == "event"]
+    assert restart["event"] == "restarted" and restart["minibatch"] > 0, "from a checkpoint amid the epoch"
     assert (run / "final.safetensors").read_bytes() == (undisturbed / "final.safetensors").read_bytes()
 
 
