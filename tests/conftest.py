@@ -47,6 +47,14 @@ def parameters_are_not_written_behind_the_back_of_their_copies(monkeypatch: pyte
         monkeypatch.setattr(Workspace, "refresh", checked(Workspace.refresh))
 
 
+@pytest.fixture
+def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ddnn starts by `sys.executable` is forked from a preloaded Python (forked_python.py)."""
+    from forked_python import forked_python
+
+    monkeypatch.setattr(sys, "executable", forked_python())
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many tests were skipped, and why: a green run that has not looked must say so."""
     reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))

@@ -31,6 +31,8 @@ from ddnn.util.system import usable_cores
 pytest.importorskip("matplotlib")
 
 RunCli = Callable[..., Any]
+PYTHON = sys.executable
+"""Whose processes have the command's words in their names, as forked ones have not."""
 
 
 def runs_of(folder: Path) -> list[PlannedRun]:
@@ -294,7 +296,7 @@ def test_kill_9_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
     folder, out = one_seed(write_corpus(tmp_path, graphs=False, init="random")), tmp_path / "out"
     base = folder / "tables" / "base.yaml"
     base.write_text(base.read_text().replace("epochs: 2", "epochs: 100000"))
-    command = [sys.executable, "-m", "ddnn.cli", "reproduce", "table6", "--corpus", folder, "--out", out]
+    command = [PYTHON, "-m", "ddnn.cli", "reproduce", "table6", "--corpus", folder, "--out", out]
     try:
         with subprocess.Popen([*command, "--device", "cpu", "--workers", "2", "--cores", "2"]) as process:
             deadline = time.monotonic() + 600
