@@ -51,6 +51,8 @@ READ_AT_START = re.compile(
     rb"PYTHON(?!PATH$|UNBUFFERED$)|G?OMP_|KMP_|MKL_|OPENBLAS_|ONEDNN_|DNNL_|ATEN_|TORCH_|PYTORCH|CUDA_|LD_(?!LIBRARY_PATH$)|MALLOC_|GLIBC_|LANG|LC_"
 )
 """Environment variables that count as Python, torch and the libraries start."""
+OF_POOLS = {b"OPENBLAS_NUM_THREADS", b"MKL_NUM_THREADS", b"MALLOC_MMAP_THRESHOLD_", b"MALLOC_TRIM_THRESHOLD_"}
+"""Of them those that ddnn/util/pool.py sets: with one thread they change how fast a process is, nothing else."""
 
 
 @functools.cache
@@ -103,7 +105,7 @@ def words_of(pid: int) -> list[str]:
 
 def can_fork_for(pid: int) -> bool:
     def counting(variables: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        return {name: value for name, value in variables.items() if READ_AT_START.match(name)}
+        return {name: value for name, value in variables.items() if READ_AT_START.match(name) and name not in OF_POOLS}
 
     words = words_of(pid)
     known = bool(words) and (words[0] in ("-c", "-m") or not words[0].startswith("-"))

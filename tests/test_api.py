@@ -389,7 +389,7 @@ def test_a_training_may_run_in_a_thread(job: Job, tmp_path: Path) -> None:
     assert len(found) == 1 and found[0].num_pdfs == 3 and signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_several_workers_train_a_mapping(job: Job, tmp_path: Path) -> None:
+def test_several_workers_train_a_mapping(job: Job, tmp_path: Path, forked_children: None) -> None:
     need_mpi()
     data = {"train": job.data, "alignments": job.ali, "cv": {"fraction": 0.25}}
     recipe = {"data": data, "model": {"hidden_layers": 1, "hidden_units": 8}, "minibatch_size": 16}

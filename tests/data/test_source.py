@@ -42,6 +42,8 @@ from ddnn.training.normalization import input_transform
 from ddnn.training.options import data_config
 from ddnn.util.errors import DataError, RecipeError
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 Utterances = dict[str, np.ndarray]
 
 

@@ -39,6 +39,8 @@ from ddnn.training.model_evaluation import load_for_model
 from ddnn.util import pool
 from ddnn.util.errors import DataError, UserError
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 COUNTS = np.array([5, 15, 0, 20])
 FMLLR = TransformConfig("ab" * 32, 3, 4, 4, adapted=True)
 

@@ -37,6 +37,8 @@ from ddnn.runs.run_status import FINAL, MODEL_DIGEST, model_digest
 from ddnn.util import pool
 from ddnn.util.errors import DataError, UserError
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 pytest.importorskip("kaldi_decoder")
 pytest.importorskip("kaldialign")
 

@@ -415,7 +415,9 @@ def test_a_second_job_in_one_run_dir(slurm: Slurm, job: Job, run_cli: RunCli) ->
     assert result.exit_code == 2 and "another run is in progress" in result.stderr
 
 
-def test_a_pretraining_as_a_job(slurm: Slurm, job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pretraining_as_a_job(
+    slurm: Slurm, job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, forked_children: None
+) -> None:
     """Its script makes the stack; broken off it goes on; a second job and a finished stack are refused."""
     monkeypatch.setenv("PATH", f"{slurm.folder}:/usr/bin:/bin")
     stack = job.root / HOSTILE
