@@ -23,20 +23,20 @@ TOKENS = {
     "averaging": 6_200,
     "bench": 4_950,
     "cli": 5_350,
-    "data": 15_600,
+    "data": 15_650,
     "decoding": 9_100,
-    "distributed": 13_050,
+    "distributed": 13_100,
     "inspection": 6_500,
     "kaldi": 20_500,
-    "nn": 29_850,
-    "optim": 10_500,
-    "recipe": 12_200,
-    "report": 14_400,
+    "nn": 31_750,
+    "optim": 10_650,
+    "recipe": 12_350,
+    "report": 14_450,
     "reproduce": 16_050,
-    "runs": 12_700,
+    "runs": 12_750,
     "slurm": 6_600,
     "synth": 5_250,
-    "training": 35_250,
+    "training": 36_650,
     "util": 7_100,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
@@ -44,12 +44,12 @@ made longer, tokens cannot. A feature states what it may take before it is begun
 gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
-    "modules over 400 lines": 12,
+    "modules over 400 lines": 13,
     "longest file": 590,
     "longest function": 55,
     "most imports of ddnn in a file": 36,
-    "modules with one importer": 20,
-    "modules that training.trainer imports, directly or not": 66,
+    "modules with one importer": 22,
+    "modules that training.trainer imports, directly or not": 68,
 }
 """What the code may be at most, by the same rule."""
 
