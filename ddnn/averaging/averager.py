@@ -89,6 +89,7 @@ class EpochCounters:
 
     stats: CommStats  # the data group's counters as the epoch began, or this start within it
     column_stats: CommStats  # those of the column group
+    stage_stats: CommStats  # those of the stage group
     frames: int = 0  # trained on, as the minibatches
     minibatches: int = 0
     averagings: int = 0
@@ -122,7 +123,7 @@ class Averager:
     def __init__(self, groups: Groups, network: Network | Rbm, optimizer: Sgd | Rbm) -> None:
         self.groups, self.network, self.optimizer = groups, network, optimizer
         self.lr_scale = 1.0
-        self.timer, self.counters = Timer(), EpochCounters(groups.data.stats.copy(), groups.column.stats.copy())
+        self.timer, self.counters = Timer(), _counters(groups, groups.data.stats.copy())
         self.local_request: Callable[[], Request] = lambda: Request.NONE
         self.requested = Request.NONE
         self._interval_started = 0.0
@@ -133,7 +134,7 @@ class Averager:
         """Starts the counters; returns how many of this worker's `num_minibatches`, of `num_frames` in all, it is to train
         on. Collective."""
         groups, self._remainder_frames = self.groups, 0
-        self.counters = EpochCounters(groups.data.stats.copy(), groups.column.stats.copy())
+        self.counters = _counters(groups, groups.data.stats.copy())
         self.timer.restart()
         self._interval_started = time.perf_counter()
         return num_minibatches
@@ -193,7 +194,7 @@ class Averager:
         """Restores `state_dict`, after the parameters were restored."""
         traffic = CommStats(*state["traffic"].tolist())
         traffic.bytes_sent = int(traffic.bytes_sent)
-        self.counters = counters = EpochCounters(self.groups.data.stats - traffic, self.groups.column.stats.copy())
+        self.counters = counters = _counters(self.groups, self.groups.data.stats - traffic)
         counters.frames, counters.minibatches, counters.averagings, counters.excluded_averagings, *rest = map(
             int, state["counters"].tolist()
         )
@@ -576,6 +577,10 @@ def make_warmup_averager(averager: Averager, *, single: bool) -> Averager:
     warmup = kind(averager.config, averager.groups, averager.network, averager.optimizer)
     warmup.local_request = averager.local_request
     return warmup
+
+
+def _counters(groups: Groups, stats: CommStats) -> EpochCounters:
+    return EpochCounters(stats, groups.column.stats.copy(), groups.stage.stats.copy())
 
 
 def _norm(tensor: Tensor) -> float:

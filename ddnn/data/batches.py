@@ -162,17 +162,18 @@ def make_batch_loader(
     out: Tensor | None = None,
     gather_kernel: GatherKernel | None = None,
     mark: Callable[[str], None] = lambda part: None,
+    labels_only: bool = False,
 ) -> BatchLoader:
     """The loader for a device: it gathers features that are in the device's memory, or prefetches those in host memory.
 
     `out`: (rows, input_dim) float32 or bf16, the memory for `Batch.x`, with rows for the largest minibatch; else allocated on `device`. `gather_kernel`:
-    see `gather`. `mark` is told what the time since its last call was spent on: `data`,
+    see `gather`. `labels_only`: nobody reads `Batch.x`, which is not filled. `mark` is told what the time since its last call was spent on: `data`,
     or `compute` where the host waited for the GPU to finish an earlier minibatch.
     """
     if out is None:
         out = torch.empty(sampler.batch_size, transform.output_dim, device=device)
     resident = frames.dataset.features.device.type == out.device.type
-    kind = BatchLoader if resident else PrefetchLoader
+    kind = LabelLoader if labels_only else BatchLoader if resident else PrefetchLoader
     return kind(frames, transform, sampler, out, gather_kernel, mark)
 
 
@@ -220,10 +221,20 @@ class BatchLoader:
     def _batches(self, order: Iterator[Tensor | UtteranceRows]) -> Generator[Batch, None, None]:
         for selection in order:
             rows, utterances = _rows_and_utterances(selection)
-            x = gather(self.frames.dataset, self.transform, rows, self.out[: len(rows)], self.gather_kernel)
+            x = self._gather(rows)
             labels = labels_of(self.frames.dataset, rows, self.out.device)
             self.mark("data")
             yield Batch(x, labels, utterances)
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        return gather(self.frames.dataset, self.transform, rows, self.out[: len(rows)], self.gather_kernel)
+
+
+class LabelLoader(BatchLoader):
+    """Of a worker whose network's input comes from another worker."""
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        return self.out[: len(rows)]
 
 
 class _PinnedBatch:

@@ -12,7 +12,7 @@ from ddnn.distributed.watchdog import Watchdog
 class Groups:
     """The groups of one worker. A replica is one whole network. Several workers may share it, split into stages of
     consecutive layers, and each layer into columns that hold some of its outputs. The ranks of a replica follow each
-    other, those of its columns too. Stages are not made yet.
+    other, those of a stage's columns too.
 
     Attributes:
         world: all workers of the job. Its rank 0 logs and writes the run dir. Here all agree on what the job does: the
@@ -44,14 +44,18 @@ class Groups:
         return cls(world=world, replica=alone, column=alone, stage=alone, data=world)
 
     @classmethod
-    def split(cls, world: Communicator, columns: int, hang_timeout: float | None = None) -> Groups:
-        """Replicas of `columns` workers, which divides the number of workers. Collective; otherwise as `data_parallel`."""
-        if columns == 1:
+    def split(cls, world: Communicator, columns: int, stages: int = 1, hang_timeout: float | None = None) -> Groups:
+        """Replicas of `columns` x `stages` workers, which divides the number of workers: the rank of a worker is
+        (replica x stages + stage) x columns + column. Collective; otherwise as `data_parallel`."""
+        if columns == stages == 1:
             return cls.data_parallel(world, hang_timeout)
         _watch(world, hang_timeout)
-        replica, column = divmod(world.rank, columns)
-        of_replica, alone = world.split(replica, column), SingleProcess(world.host)
-        return cls(world, of_replica, of_replica, alone, data=world.split(column, replica))
+        rank, alone = world.rank, SingleProcess(world.host)
+        replica, part = divmod(rank, columns * stages)
+        of_replica = world.split(replica, part)
+        column = of_replica if stages == 1 else alone if columns == 1 else world.split(rank // columns, rank)
+        stage = alone if stages == 1 else world.split(replica * columns + rank % columns, rank)
+        return cls(world, of_replica, column, stage, data=world.split(part, replica))
 
 
 def _watch(world: Communicator, hang_timeout: float | None) -> None:

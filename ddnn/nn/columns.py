@@ -16,10 +16,9 @@ from torch import Tensor
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.arithmetic import Float32
 from ddnn.nn.layer import Layer
-from ddnn.nn.layers import num_parameters
-from ddnn.nn.layout import Interval, columns_of, cut
+from ddnn.nn.layout import Interval, Part, columns_of, cut
 from ddnn.nn.loss import SoftmaxCrossEntropy
-from ddnn.nn.partition import Link, Partition
+from ddnn.nn.partition import Link, SharedPartition
 
 
 class ColumnLink(Link):
@@ -104,39 +103,21 @@ class ColumnCrossEntropy(SoftmaxCrossEntropy):
         return self._exponentials[: len(grad)]
 
 
-class ColumnPartition(Partition):
-    """This worker's column of a network, among the workers of `comm`, which hold it together.
+class ColumnPartition(SharedPartition):
+    """This worker's column of consecutive layers, among the workers of `comm`, which hold them together.
 
     Args:
-        layers: of the whole network.
+        layers: these layers, whole.
         granule: cuts are at multiples of so many outputs.
+        parts: of the columns, where the layers are some of a network; else as `columns_of` gives them.
 
     ValueError: as `columns_of`."""
 
-    def __init__(self, layers: Sequence[Layer], comm: Communicator, granule: int = 1) -> None:
-        self._layers, self.comm, self.granule = tuple(layers), comm, granule
-        self.parts = columns_of(layers, comm.world_size, granule)
-        self.part = self.parts[comm.rank]
-
-    def layers(self, own: Sequence[Layer]) -> tuple[Layer, ...]:
-        return self._layers
-
-    def own_layers(self, whole: Sequence[Layer]) -> tuple[Layer, ...]:
-        return self.part.layers
-
-    def own(self, whole: Tensor) -> Tensor:
-        return self.part.take(whole)
-
-    def whole(self, own: Tensor) -> Tensor:
-        sizes = [sum(end - start for start, end in part.intervals) for part in self.parts]
-        gathered, whole = own.new_empty(sum(sizes)), own.new_empty(sum(sizes))
-        self.comm.all_gather_into(own.contiguous(), gathered, sizes)
-        for part, vector in zip(self.parts, torch.split(gathered, sizes), strict=True):
-            part.put(vector, whole)
-        return whole
-
-    def num_parameters(self, own: int) -> int:
-        return num_parameters(self._layers)
+    def __init__(
+        self, layers: Sequence[Layer], comm: Communicator, granule: int = 1, parts: Sequence[Part] | None = None
+    ) -> None:
+        super().__init__(layers, parts or columns_of(layers, comm.world_size, granule), comm)
+        self.granule = granule
 
     def gather(self, own: Tensor, whole: Tensor) -> None:
         """whole (rows, columns of all workers) <- `own` (rows, own columns) of each. Collective."""
@@ -157,8 +138,8 @@ class ColumnPartition(Partition):
         """Of a layer of `width` outputs. Not collective."""
         return cut(width, self.comm.world_size, self.granule)
 
-    def links(self, own: Sequence[Layer]) -> list[Link]:
-        links, units = list[Link](), 0
+    def links(self, own: Sequence[Layer], dtype: torch.dtype) -> list[Link]:
+        links, units = [Link()], 0
         for lower, upper in pairwise(own):
             units = units if lower.units is None else lower.units
             if upper.units is None:
@@ -166,13 +147,8 @@ class ColumnPartition(Partition):
             else:
                 places = lower.output_dim // units
                 links.append(ColumnLink(self.comm, self.cuts(upper.input_dim // places)))
-        return links
+        return [*links, Link()]
 
     def cross_entropy(self, arithmetic: Float32, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
         first, _ = self.cuts(self._layers[-1].output_dim)[self.comm.rank]
         return ColumnCrossEntropy(self.comm, first, like, pdfs, frames)
-
-    def norm(self, own: Tensor) -> Tensor:
-        square: Tensor = torch.linalg.vector_norm(own).square()
-        self.comm.all_reduce(square)
-        return square.sqrt()

@@ -10,7 +10,13 @@ from itertools import accumulate, chain, islice, pairwise
 import torch
 from torch import Tensor
 
+from ddnn.distributed.cost import partition
 from ddnn.nn.layer import Layer
+from ddnn.nn.layers import num_parameters
+
+PASS_FLOP = 400
+"""Operations of matrix products in whose time a CPU makes its passes over an output of a layer and over its derivative: so many
+as 140 GFLOP/s are in 24 bytes at 8 GB/s."""
 
 Interval = tuple[int, int]
 """First, and one beyond the last."""
@@ -58,6 +64,24 @@ def columns_of(layers: Sequence[Layer], columns: int, granule: int = 1) -> list[
     return parts
 
 
+def stage_sizes(layers: Sequence[Layer], stages: int) -> list[int]:
+    """How many consecutive layers each stage has, so that the slowest takes the least time by the operations of their products: a
+    pure function of the layers. Layers without parameters follow those below. ValueError: a stage would have no parameters."""
+    starts = [i for i, layer in enumerate(layers) if layer.num_parameters]
+    if stages > len(starts):
+        raise ValueError(f"{stages} found, expected at most {len(starts)}: a stage holds at least one layer")
+    bounds = [0, *starts[1:], len(layers)]
+    costs = [(2 + (i > 0)) * layer.flop_per_frame + PASS_FLOP * layer.output_dim for i, layer in enumerate(layers)]
+    blocks = partition([sum(costs[start:end]) for start, end in pairwise(bounds)], stages)
+    return [bounds[block.stop] - bounds[block.start] for block in blocks]
+
+
+def largest_stage(layers: Sequence[Layer], stages: int) -> Sequence[Layer]:
+    """The layers of the stage with the most parameters."""
+    ends = list(accumulate(sizes := stage_sizes(layers, stages)))
+    return max((layers[end - size : end] for size, end in zip(sizes, ends, strict=True)), key=num_parameters)
+
+
 def stages_of(layers: Sequence[Layer], sizes: Sequence[int], columns: int = 1, granule: int = 1) -> list[list[Part]]:
     """The parts by stage and column; `sizes`: how many consecutive layers each stage has. ValueError as `columns_of`."""
     split = _split(layers, columns, granule)
@@ -73,6 +97,9 @@ def _split(layers: Sequence[Layer], columns: int, granule: int) -> Iterator[list
     """Of each layer the parts of the columns, with the intervals of their parameters."""
     first = units = 0
     for number, layer in enumerate(layers, start=1):
+        if columns == 1:
+            yield [(layer, [(first, first := first + layer.num_parameters)])]
+            continue
         units = units if layer.units is None else layer.units
         if not units:
             raise ValueError(

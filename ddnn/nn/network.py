@@ -119,13 +119,14 @@ class Network:
     def part_of(self, partition: Partition) -> Network:
         """This worker's part, where workers share this network."""
         layers, parameters = partition.own_layers(self.layers), partition.own(self.parameters)
-        return Network(layers, parameters, self.frozen, partition)
+        frozen = {i - partition.first_layer for i in self.frozen} & set(range(len(layers)))
+        return Network(layers, parameters, frozen, partition)
 
     def whole(self) -> Network:
         """The network that this is a part of, on each worker; itself where it is all of it. Collective over a replica."""
         partition = self.partition
         layers, parameters = partition.layers(self.layers), partition.whole(self.parameters)
-        return self if parameters is self.parameters else Network(layers, parameters, self.frozen)
+        return self if parameters is self.parameters else Network(layers, parameters)
 
 
 class Workspace:
@@ -141,11 +142,11 @@ class Workspace:
         arithmetic: what to compute in; float32 where it is not given.
         generator: on the network's device, of what layers such as dropout draw in each forward pass. Without one they do
             as outside training.
-        links: between each layer and the next, one fewer than layers; where they are not given, those of the network's
-            partition.
+        links: below each layer and above the last; where they are not given, those of the network's partition.
 
     Attributes:
-        x: (frames, input_dim), the network's input, of the arithmetic's `x_dtype`; to be filled.
+        x: (frames, input_dim), the network's input, of the arithmetic's `x_dtype`; to be filled, unless it is received from
+            another worker.
         inputs: per layer (frames, input_dim), what it reads.
         activations: per layer (frames, output_dim), after its activation; logits of the last.
         grad_outputs: per layer (frames, output_dim), of the summed loss with respect to `activations`; after the
@@ -166,18 +167,23 @@ class Workspace:
         links: Sequence[Link] | None = None,
     ) -> None:
         self.network, self.arithmetic, self.generator = network, arithmetic or Float32(), generator
-        self.links = network.partition.links(network.layers) if links is None else links
         a, new = self.arithmetic, network.parameters.new_empty
+        self.links = network.partition.links(network.layers, a.dtype) if links is None else links
         *below, last = network.layers if generator is not None else without_noise(network.layers)
         layers = (*below, last.padded(a.pad_to))
         self._layers = layers
-        x = new(frames, network.input_dim, dtype=a.x_dtype)
-        first_input = x if a.x_dtype == a.dtype else new(frames, network.input_dim, dtype=a.dtype)
+        columns, dtype = self.links[0].received or (network.input_dim, a.x_dtype)
+        x = new(frames, columns, dtype=dtype)
+        x_derivative = torch.zeros_like(x if self.receives else x[:0])
+        first_input, first_derivative = self.links[0].memory(x, x_derivative)
+        if first_input.dtype != a.dtype:
+            first_input = new(frames, network.input_dim, dtype=a.dtype)
         outputs = [new(frames, layer.output_dim, dtype=a.dtype) for layer in layers]
         saved = [{k: new(frames, *shape, dtype=a.dtype) for k, shape in layer.saved.items()} for layer in layers]
         derivatives = [torch.zeros_like(y) for y in outputs]
-        between = [link.memory(*each) for link, *each in zip(self.links, outputs, derivatives, strict=False)]
-        self._memory = x, first_input, outputs, derivatives, between, saved
+        between = [link.memory(*each) for link, *each in zip(self.links[1:-1], outputs, derivatives, strict=False)]
+        inputs = [(first_input, first_derivative), *between]
+        self._memory = x, x_derivative, inputs, outputs, derivatives, saved
         self.compute = network
         if a.casts:
             self.compute = Network(layers, network.parameters.new_zeros(num_parameters(layers), dtype=a.dtype))
@@ -187,18 +193,23 @@ class Workspace:
         block = new(max((layer.num_parameters for layer in by_layer), default=0), dtype=a.gradient_dtype)
         self.layer_gradients = [layer.views(block[: layer.num_parameters]) for layer in by_layer]
         self._part: Workspace | None = None
-        self._use(frames)
+        self._use(slice(frames))
 
-    def _use(self, frames: int) -> None:
-        """Makes the views of the first `frames` rows of the memory."""
-        x, first_input, outputs, derivatives, between, saved = self._memory
-        self.x = x[:frames]
-        self._input = self.x if first_input is x else first_input[:frames]
-        input_derivatives: list[Tensor | None] = [None, *(memory[:frames] for _, memory in between)]
-        lowest = self.network.lowest_trainable
-        input_derivatives[: lowest + 1] = [None] * (lowest + 1)
+    @property
+    def receives(self) -> bool:
+        """Whether the input comes from another worker."""
+        return self.links[0].received is not None
+
+    def _use(self, part: slice) -> None:
+        """Makes the views of these rows of the memory."""
+        x, x_derivative, inputs, outputs, derivatives, saved = self._memory
+        self.x = x[part]
+        self._lowest = 0 if self.receives else self.network.lowest_trainable
+        input_derivatives: list[Tensor | None] = [memory[part] for _, memory in inputs]
+        without = 0 if self.receives else self._lowest + 1
+        input_derivatives[:without] = [None] * without
         params = map(Params, self.compute.views, self.network.views)
-        self.inputs = [self._input, *(inputs[:frames] for inputs, _ in between)]
+        self.inputs = [memory[part] for memory, _ in inputs]
         rows = zip(self._layers, params, self.inputs, outputs, derivatives, input_derivatives, saved, strict=True)
         self.calls = [
             LayerCall(
@@ -206,27 +217,32 @@ class Workspace:
                 self.arithmetic,
                 p,
                 x,
-                y[:frames],
-                grad[:frames],
+                y[part],
+                grad[part],
                 grad_x,
-                {k: v[:frames] for k, v in kept.items()},
+                {k: v[part] for k, v in kept.items()},
             )
             for layer, p, x, y, grad, grad_x, kept in rows
         ]
         dims = [layer.output_dim for layer in self.network.layers]
         self.activations = [call.y[:, :dim] for call, dim in zip(self.calls, dims, strict=True)]
         self.grad_outputs = [call.grad[:, :dim] for call, dim in zip(self.calls, dims, strict=True)]
+        self._derivatives_below = [x_derivative[part], *self.grad_outputs[:-1]]
 
     def of(self, frames: int) -> Workspace:
         """The same memory for a minibatch of `frames` frames; of the last other size its views are kept."""
         if frames == len(self.x):
             return self
         if self._part is None or len(self._part.x) != frames:
-            part = copy.copy(self)
-            part._part = None
-            part._use(frames)
-            self._part = part
+            self._part = self.rows(slice(frames))
         return self._part
+
+    def rows(self, part: slice) -> Workspace:
+        """These rows of the memory, for passes of their own."""
+        workspace = copy.copy(self)
+        workspace._part = None
+        workspace._use(part)
+        return workspace
 
     def state_dict(self) -> dict[str, Tensor]:
         """`generator`, the state of the generator, uint8, where there is one."""
@@ -256,16 +272,16 @@ class Workspace:
     def forward(self) -> Tensor:
         """From `x` through all layers; returns the logits."""
         self.refresh()
-        if self._input is not self.x:
-            self._input.copy_(self.x)
-        outputs = self._input
-        for call, below in zip(self.calls, [Link(), *self.links], strict=True):
+        outputs = self.x
+        for call, below in zip(self.calls, self.links, strict=False):
             below.forward(outputs, call.x)
             if self.generator is not None:
                 call.layer.draw(self.generator, call.saved)
             call.layer.forward(call)
             outputs = call.y
-        return self.activations[-1]
+        outputs = self.activations[-1]
+        self.links[-1].forward(outputs, outputs)
+        return outputs
 
     @property
     def derivative(self) -> Tensor:
@@ -278,12 +294,20 @@ class Workspace:
         return self.arithmetic
 
     def backward(self) -> None:
-        """From the derivative of the logits back to that of the lowest trainable layer, in place in `grad_outputs`."""
-        for i in range(len(self.calls) - 1, self.network.lowest_trainable - 1, -1):
+        """From the derivative of the logits back to that of the lowest trainable layer, in place in `grad_outputs`, or to that of
+        the input that was received."""
+        last = self.grad_outputs[-1]
+        self.links[-1].backward(last, last)
+        for i in range(len(self.calls) - 1, self._lowest - 1, -1):
             call = self.calls[i]
             call.layer.backward(call)
             if call.grad_x is not None:
-                self.links[i - 1].backward(call.grad_x, self.grad_outputs[i - 1])
+                self.links[i].backward(call.grad_x, self._derivatives_below[i])
+
+    def wait(self) -> None:
+        """Returns once all that passes have sent has arrived."""
+        for link in self.links:
+            link.wait()
 
     def call_of(self, i: int) -> LayerCall:
         """That of layer `i` after the backward pass, without padding: for its gradient."""
@@ -314,15 +338,16 @@ class WideOutput(Workspace):
         """`network`: with a product that is not its first layer's."""
         first = max(i for i, layer in enumerate(network.layers) if layer.gemm is not None)
         below, partition = num_parameters(network.layers[:first]), network.partition
-        links = partition.links(network.layers)
+        links = partition.links(network.layers, arithmetic.dtype)
         upper = Network(network.layers[first:], network.parameters[below:], partition=partition)
-        self._output, self._between = Workspace(upper, frames, links=links[first:]), links[first - 1]
+        self._output = Workspace(upper, frames, links=[Link(), *links[first + 1 :]])
+        self._between = links[first]
         lower = Network(network.layers[:first], network.parameters[:below], partition=partition)
-        super().__init__(lower, frames, arithmetic, links=links[: first - 1])
+        super().__init__(lower, frames, arithmetic, links=[*links[:first], Link()])
 
-    def _use(self, frames: int) -> None:
-        super()._use(frames)
-        self._output = self._output.of(frames)
+    def _use(self, part: slice) -> None:
+        super()._use(part)
+        self._output = self._output.of(len(self.x))
 
     def forward(self) -> Tensor:
         self._between.forward(super().forward(), self._output.x)
@@ -339,9 +364,14 @@ class WideOutput(Workspace):
 
 def evaluation_workspace(network: Network, frames: int, arithmetic: Float32) -> Workspace:
     """For the forward passes and losses by which models are compared."""
-    products = sum(layer.gemm is not None for layer in network.layers)
+    partition = network.partition
+    products = sum(layer.gemm is not None for layer in partition.layers(network.layers))
     if not arithmetic.casts or products < 2:
         return Workspace(network, frames)
+    if not partition.is_last:
+        return Workspace(network, frames, arithmetic)
+    if all(layer.gemm is None for layer in network.layers[1:]):  # the others are another stage's
+        return Workspace(network, frames, links=partition.links(network.layers, arithmetic.dtype))
     return WideOutput(network, frames, arithmetic)
 
 

@@ -54,7 +54,7 @@ def choose_arithmetic(
     if asked == "float32":
         log.info("precision float32, %s", origin)
         return float32
-    if asked == "auto" and training_flop_per_frame(network.layers) * minibatch < MIN_FLOP:
+    if asked == "auto" and training_flop_per_frame(network.partition.layers(network.layers)) * minibatch < MIN_FLOP:
         log.info("precision float32: the network is too small for bf16 to matter")
         return float32
     facts = comm.all_gather_object([*bf16_is_fast(network.parameters.device), comm.host])
@@ -148,8 +148,8 @@ def _loss_and_gradient(network: Network, frames: int, arithmetic: Float32) -> tu
     workspace.x.copy_(torch.randn(workspace.x.shape, generator=generator))
     labels = torch.randint(0, network.output_dim, (frames,), generator=generator).to(workspace.x.device)
     logits = workspace.forward()
-    loss, _ = arithmetic.cross_entropy(network.parameters, network.output_dim, frames)(
-        logits, labels, workspace.derivative
-    )
+    loss_of = network.partition.cross_entropy(arithmetic, network.parameters, network.output_dim, frames)
+    loss, _ = loss_of(logits, labels, workspace.derivative)
     workspace.backward()
+    workspace.wait()
     return float(loss), workspace.gradient(torch.empty_like(network.parameters))

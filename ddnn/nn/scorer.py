@@ -64,9 +64,14 @@ def log_priors(counts: NDArray[np.float64], prior_scale: float = 1.0) -> NDArray
 def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Workspace) -> Iterator[tuple[Batch, Tensor]]:
     """Consecutive frames and their logits (n, pdfs), each valid until the next; as many as fit into `workspace`."""
     sampler, kernel = SequentialSampler(frames, len(workspace.x)), workspace.arithmetic.gather_kernel
-    with closing(make_batch_loader(frames, model.transform, sampler, out=workspace.x, gather_kernel=kernel)) as loader:
+    loader = make_batch_loader(
+        *(frames, model.transform, sampler),
+        out=workspace.x, gather_kernel=kernel, labels_only=workspace.receives,
+    )  # fmt: skip
+    with closing(loader):
         for batch in loader.epoch():
             yield batch, workspace.of(batch.num_frames).forward()
+            workspace.wait()
 
 
 class Scorer:

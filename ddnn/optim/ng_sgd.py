@@ -149,8 +149,8 @@ class NgSgd(Sgd):
             preconditioner.updates_rarely = arithmetic.updates_rarely and not self.options.exact
 
     @property
-    def preconditioners(self) -> list[NaturalGradient]:
-        return [side for sides in zip(*self.preconditioners_of.values(), strict=True) for side in sides if side.rank]
+    def sides(self) -> list[list[NaturalGradient]]:
+        return [[sides[n] for sides in self.preconditioners_of.values() if sides[n].rank] for n in (0, 1)]
 
     def finish_updates(self) -> None:
         sides = [side for side in self.preconditioners if side.pending]

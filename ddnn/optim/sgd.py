@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 
@@ -79,6 +80,11 @@ class Sgd:
     @property
     def preconditioners(self) -> list[NaturalGradient]:
         """Those of NG-SGD, without those of rank 0, which have no state; of SGD none."""
+        return list(chain(*self.sides))
+
+    @property
+    def sides(self) -> list[list[NaturalGradient]]:
+        """The same, those of inputs and those of output derivatives."""
         return []
 
     def clear_momentum(self) -> None:
@@ -103,10 +109,18 @@ class Sgd:
             self.collect_gradient(i, workspace)
         if by_layer:
             workspace.copy_updated()
+            self._after_update()
         else:
-            if average is not None:
-                average(self.gradient)
-            self.update(lr, frames=len(workspace.x))
+            self.step_along_gradient(len(workspace.x), lr, average)
+
+    def step_along_gradient(self, frames: int, lr: float, average: Callable[[Tensor], None] | None = None) -> None:
+        """The rest of a step on `frames` frames, over which `gradient` is summed."""
+        if average is not None:
+            average(self.gradient)
+        self.update(lr, frames)
+        self._after_update()
+
+    def _after_update(self) -> None:
         if any([self.network.layers[i].after_update(self.network.views[i]) for i in self.trainable]):
             self.network.parameters_changed()
 
@@ -171,16 +185,22 @@ class Sgd:
     def state_dict(self) -> dict[str, Tensor]:
         """What goes from minibatch to minibatch: `momentum_buffer` of the whole network, where there is momentum, the tensor
         in use, and `preconditioner.N.*`, see `NaturalGradient.state_dict`. Collective over a replica."""
-        found = {"momentum_buffer": self.network.partition.whole(self.momentum_buffer)} if self.momentum else {}
-        for i, preconditioner in enumerate(self.preconditioners):
+        partition, found = self.network.partition, dict[str, Tensor]()
+        for i, preconditioner in zip(self._numbers()[0], self.preconditioners, strict=True):
             found |= {f"preconditioner.{i}.{name}": value for name, value in preconditioner.state_dict().items()}
-        return found
+        found = partition.of_all_stages(found)
+        return found | ({"momentum_buffer": partition.whole(self.momentum_buffer)} if self.momentum else {})
+
+    def _numbers(self) -> tuple[list[int], int]:
+        """Those of this worker's preconditioners, and how many the whole network has. Collective over a replica."""
+        return self.network.partition.numbers([len(side) for side in self.sides])
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes up what `state_dict` gave, to the same bits; DataError where it does not fit."""
         rest = {name: value for name, value in state.items() if name != "momentum_buffer" or not self.momentum}
         parts = []
-        for i in range(len(self.preconditioners)):
+        own, total = self._numbers()
+        for i in range(total):
             prefix = f"preconditioner.{i}."
             names = [name for name in rest if name.startswith(prefix)]
             parts.append({name.removeprefix(prefix): rest.pop(name) for name in names})
@@ -188,5 +208,5 @@ class Sgd:
             raise DataError(f"the optimizer's state holds {', '.join(sorted(rest))}, which this optimizer has not")
         if self.momentum:
             self.momentum_buffer.copy_(self.network.own_vector(state, "momentum_buffer", self.momentum_buffer))
-        for preconditioner, part in zip(self.preconditioners, parts, strict=True):
-            preconditioner.load_state_dict(part)
+        for i, preconditioner in zip(own, self.preconditioners, strict=True):
+            preconditioner.load_state_dict(parts[i])

@@ -317,6 +317,7 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     # One worker may be only the default, of a recipe that a job of several workers runs.
     yield from (each for each in worker_problems(recipe) if recipe.parallel.workers > 1 or "workers" not in each.key)
     yield from _overlap(recipe.parallel)
+    yield from _stages(recipe)
 
 
 UNIFORM_KEYS = ("hidden_layers", "hidden_units", "activation")  # of `model.layers`
@@ -335,6 +336,8 @@ def unread_keys(recipe: Recipe) -> dict[str, str]:
         add("data.cv", f"there is no {'data.cv.data' if cv.data is None else 'data.transforms'}", "transforms")
     if cv.fraction is None:
         add("data.cv", "there is no data.cv.fraction", "by")
+    if parallel.stages == 1:
+        add("parallel", "parallel.stages is 1", "microbatches", "pipeline")
     if model.layers is None:
         add("model", f"there is no {LAYERS_KEY}", "bands")
     else:
@@ -398,11 +401,12 @@ def _cross_validation(cv: CrossValidationConfig) -> Iterator[Complaint]:
 def worker_problems(recipe: Recipe) -> Iterator[Complaint]:
     """Workers that do not fill replicas; a growing minibatch that shrinks; `minibatch_scope: total` with one that the
     workers cannot share equally."""
-    total, columns = recipe.parallel.workers, recipe.parallel.columns
-    if total % columns:
-        below = total - total % columns
-        nearest = " or ".join(str(n) for n in (below, below + columns) if n)
-        expected = f"a multiple of parallel.columns = {columns}"
+    parallel, shared = recipe.parallel, "columns" if recipe.parallel.stages == 1 else "columns x stages"
+    total, shared_by = parallel.workers, parallel.columns * parallel.stages
+    if total % shared_by:
+        below = total - total % shared_by
+        nearest = " or ".join(str(n) for n in (below, below + shared_by) if n)
+        expected = f"a multiple of parallel.{shared} = {shared_by}"
         yield Complaint("parallel.workers", f"{total} found, expected {expected}: {nearest}")
     size_or_growth, workers = recipe.minibatch_size, recipe.minibatch_workers
     sizes = {"minibatch_size": size_or_growth} if isinstance(size_or_growth, int) else {}
@@ -415,9 +419,22 @@ def worker_problems(recipe: Recipe) -> Iterator[Complaint]:
         if size % workers:
             below = size - size % workers
             nearest = " or ".join(str(n) for n in (below, below + workers) if n)
-            sharing = "workers" if recipe.parallel.columns == 1 else "workers / parallel.columns"
+            sharing = "workers" if shared_by == 1 else f"workers / parallel.{shared}"
             share = f"a multiple of parallel.{sharing} = {workers}, as minibatch_scope is total: {nearest}"
             yield Complaint(key, f"{size} found, expected {share}")
+
+
+def _stages(recipe: Recipe) -> Iterator[Complaint]:
+    """More stages than layers, or microbatches than frames."""
+    parallel, size = recipe.parallel, recipe.minibatch_size
+    layers = sum(recipe.model.layer_counts()) + 1
+    if parallel.stages > layers and not isinstance(recipe.init, TrainedModelConfig):
+        most = f"at most {layers}: a stage holds at least one layer"
+        yield Complaint("parallel.stages", f"{parallel.stages} found, expected {most}")
+    frames = (size if isinstance(size, int) else size.start) // recipe.minibatch_workers
+    if parallel.microbatches and parallel.microbatches > frames > 0:
+        most = f"at most {frames}, the frames of a minibatch"
+        yield Complaint("parallel.microbatches", f"{parallel.microbatches} found, expected {most}")
 
 
 def _freeze(model: ModelConfig) -> Iterator[Complaint]:
@@ -471,8 +488,9 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Complaint]:
     if parallel.strategy in against:
         which = f"{parallel.strategy}, which {against[parallel.strategy]}"
         yield Complaint("parallel.overlap", f"true found beside strategy: {which}; set it to false")
-    if parallel.columns > 1:
-        why = "whose workers exchange in every minibatch; set one of them otherwise"
-        yield Complaint("parallel.overlap", f"true found beside columns: {parallel.columns}, {why}")
+    for key, number in (("columns", parallel.columns), ("stages", parallel.stages)):
+        if number > 1:
+            why = "whose workers exchange in every minibatch; set one of them otherwise"
+            yield Complaint("parallel.overlap", f"true found beside {key}: {number}, {why}")
     if parallel.local_momentum == "average":
         yield Complaint("parallel.overlap", "true found beside local_momentum: average; take keep or reset")

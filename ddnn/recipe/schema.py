@@ -341,6 +341,16 @@ class WorkersConfig(Section):
     """So many workers share one network: each holds an equal part of the outputs or filters of every layer. They train on the same
     minibatches, and compute what one worker would, to rounding. `workers` is a multiple of it; models are averaged
     among `workers` / `columns` of these replicas: docs/parallel.md. On CPUs."""
+    stages: Count = 1
+    """So many workers share one network as a pipeline: each holds consecutive layers, and a minibatch goes through them
+    in microbatches. They compute what one worker would, to rounding. `workers` is a multiple of `columns` x `stages`,
+    of workers each layer of a stage may be split over columns too: docs/parallel.md. On CPUs, without dropout."""
+    microbatches: Count | None = None
+    """Microbatches of a minibatch in a pipeline. Default: the most that have 64 frames each, but at most 4 for each
+    stage."""
+    pipeline: Literal["fill-drain", "1f1b"] = "fill-drain"
+    """In which order a stage takes microbatches: `fill-drain` all forward, then all backward; `1f1b` one forward and one
+    backward in turn, which with SGD needs memory for at most `stages` of them."""
     averaging_period: Count = 10
     """Minibatches of each worker between two averagings."""
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"
@@ -373,7 +383,7 @@ class WorkersConfig(Section):
     @property
     def replicas(self) -> int:
         """Among how many models the data is shared."""
-        return max(1, self.workers // self.columns)
+        return max(1, self.workers // (self.columns * self.stages))
 
 
 class AveragingConfig(WorkersConfig):

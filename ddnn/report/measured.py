@@ -118,6 +118,9 @@ def _of_run(run: Run) -> Measurement:
         hint = "train again with this version of ddnn"
         raise DataError(f"this run dir has no {RECIPE}", location=run.path, hint=hint)
     parallel, shape = run.recipe.parallel, layout(run)
+    if shape.stages > 1:
+        message = f"its workers share models as {shape.stages} stages, whose waiting is not told from their computing"
+        raise DataError(message, location=run.path)
     workers = shape.replicas * shape.shared_by
     rows = [row for row in run.metrics.workers if row.seconds and row.minibatches and row.frames]
     reported = Counter(row.epoch for row in rows)

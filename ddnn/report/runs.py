@@ -279,8 +279,8 @@ def number_of_workers(run: Run) -> int:
 
 def layout(run: Run) -> Layout:
     """How its workers share models."""
-    columns = max((row.columns for row in run.metrics.workers), default=1)
-    return Layout(number_of_workers(run) // columns, columns)
+    split = max(((row.columns, row.stages, row.microbatches) for row in run.metrics.workers), default=(1, 1, 1))
+    return Layout(number_of_workers(run) // (split[0] * split[1]), *split)
 
 
 def training_seconds(run: Run) -> list[float]:

@@ -228,6 +228,11 @@ class WorkerRow(MetricsRow):
     columns: Count = 1  # workers that share its model, and these frames
     column_seconds: Seconds = None  # in messages to them, part of `compute_fraction`; None where there are none
     column_bytes: Count | None = None  # sent in these
+    stages: Count = 1  # of the pipeline that its model is
+    microbatches: Count = 1  # of a minibatch there
+    pipe_seconds: Seconds = None  # in messages to other stages, mostly waiting; part of `compute_fraction`
+    pipe_bytes: Count | None = None  # sent in these
+    bubble_share: Fraction = None  # `pipe_seconds` of `seconds`
     interval_seconds: Seconds = None  # of the minibatches between two averagings, mean and standard deviation
     interval_seconds_std: Seconds = None
 

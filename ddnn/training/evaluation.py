@@ -211,6 +211,7 @@ def evaluate(
         sums.add(objective(outputs, batch, workspace.of(batch.num_frames).derivative), batch.num_frames)
         if comm is not None:
             comm.watchdog.heartbeat()
+    sums.load_tensor(model.network.partition.of_last_stage(sums.to_tensor()))
     return replace(sums.result(comm), precision=arithmetic.precision)
 
 

@@ -31,7 +31,7 @@ from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining
 from ddnn.distributed.transport import open_transport
 from ddnn.kaldi.alignments import kaldi_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model
-from ddnn.nn.network import Workspace, noise_generator
+from ddnn.nn.network import noise_generator
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
@@ -51,10 +51,11 @@ from ddnn.training.initial_model import (
 )
 from ddnn.training.loop import train
 from ddnn.training.network_layers import describe_parameters, frozen_layers
+from ddnn.training.pipeline import make_eager_step
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest, record_resume
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
-from ddnn.training.step import EagerStep, make_step
+from ddnn.training.step import make_step
 from ddnn.training.trainer import CHECKS, Trainer
 from ddnn.util.errors import DataError, DivergedError, RecipeError, UserError
 from ddnn.util.progress import only_first_worker_shows
@@ -166,7 +167,7 @@ def open_job(
     logging.getLogger("ddnn").setLevel(min(terminal_level(), logging.INFO) if world.rank == 0 else logging.WARNING)
     only_first_worker_shows(world.rank)
     with GracefulShutdown(verbose=world.rank == 0) as shutdown:
-        groups = Groups.split(world, recipe.parallel.columns, recipe.parallel.hang_timeout)
+        groups = Groups.split(world, recipe.parallel.columns, recipe.parallel.stages, recipe.parallel.hang_timeout)
         tensorboard = recipe.log.tensorboard
         run = open_run_dir(run_dir, world, kind, resume=resume, recipe=text, tensorboard=tensorboard)
         run.log_interval = 60.0 * recipe.log.interval_minutes
@@ -199,16 +200,16 @@ def assign_device(recipe: Recipe, device: str, world: Communicator) -> torch.dev
     chosen = choose_device(device, world.local_rank, threads=recipe.parallel.cpu_threads)
     identities = world.all_gather_object([world.rank, world.host, device_identity(chosen)])
     check_devices(identities, recipe.parallel.oversubscribe_gpus)
-    columns = recipe.parallel.columns
+    columns, stages = recipe.parallel.columns, recipe.parallel.stages
     for replica in (identities[first : first + columns] for first in range(0, len(identities), columns)):
         if len(hosts := list(dict.fromkeys(host for _, host, _ in replica))) > 1 and world.rank == 0:
             which = f"workers {replica[0][0]} to {replica[-1][0]} share every layer, but are on {' and '.join(hosts)}"
             log.warning("%s: two messages for each layer and minibatch go over the network", which)
-    if columns > 1 and (gpus := [rank for rank, _, identity in identities if identity != "cpu"]):
-        message = (
-            f"{recipe.parallel.columns} found, but worker {gpus[0]} computes on a GPU: layers are split on CPUs only"
-        )
-        raise RecipeError(message, location="parallel.columns", hint="set it to 1, or train with --device cpu")
+    gpus = [rank for rank, _, identity in identities if identity != "cpu"]
+    for key, number in (("columns", columns), ("stages", stages)):
+        if number > 1 and gpus:
+            message = f"{number} found, but worker {gpus[0]} computes on a GPU: networks are split on CPUs only"
+            raise RecipeError(message, location=f"parallel.{key}", hint="set it to 1, or train with --device cpu")
     log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, chosen, platform.python_version())
     allow_tf32(recipe.allow_tf32, chosen)
     devices = world.all_gather_object(f"{world.rank}: {world.host} {chosen}")
@@ -256,8 +257,8 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
     run.write_cv_utterances(data.cv_index().utterances)
     layers = model.network.layers
-    part = model.network.part_of(options.make_partition(layers, groups))
-    network = part.to(job.device).with_frozen(frozen_layers(recipe, layers))
+    whole = model.network.to(job.device).with_frozen(frozen_layers(recipe, layers))
+    network = whole.part_of(options.make_partition(layers, groups))
     model = replace(model, transform=model.transform.to(job.device), network=network)
     trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)
     # Only now: a resume that is refused changes nothing.
@@ -288,13 +289,19 @@ def assemble_trainer(
     optimizer.set_lr_scale(averager.lr_scale)
     precision = recipe.precision if loaded is None else loaded.metadata.precision
     arithmetic = choose_arithmetic(precision, network, sizes.start, groups.world, resumed=loaded is not None)
-    workspace = Workspace(network, sizes.end, arithmetic, noise_generator(network, recipe.seed, groups.data.rank))
+    generator, parallel = noise_generator(network, recipe.seed, groups.data.rank), recipe.parallel
+    eager = make_eager_step(
+        *(network, sizes, arithmetic, optimizer, averager.average_gradient),
+        generator=generator, schedule=parallel.pipeline, microbatches=parallel.microbatches,
+    )  # fmt: skip
     seeds, prefetch, mark = (recipe.seed, groups.data.rank), job.device.type == "cuda", averager.timer.mark
     sampler = ShuffledSampler(data.train, sizes.start, *seeds, recipe.randomizer_size, prefetch=prefetch)
     kernel = arithmetic.gather_kernel
-    batches = make_batch_loader(data.train, model.transform, sampler, out=workspace.x, gather_kernel=kernel, mark=mark)
+    batches = make_batch_loader(
+        *(data.train, model.transform, sampler),
+        out=eager.inputs, gather_kernel=kernel, mark=mark, labels_only=eager.workspace.receives,
+    )  # fmt: skip
     schedule = options.make_schedule(recipe.schedule)
-    eager = EagerStep(workspace, optimizer, averager.average_gradient)
     scaled_lr = schedule.learning_rate * averager.lr_scale
     baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, groups.data)
     trainer = Trainer(

@@ -23,8 +23,10 @@ from ddnn.kaldi.transforms import read_transform_config
 from ddnn.nn.columns import ColumnPartition
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, activation_floats, num_parameters
-from ddnn.nn.network import Network
+from ddnn.nn.layout import largest_stage, stage_sizes
+from ddnn.nn.network import Network, without_noise
 from ddnn.nn.partition import Partition
+from ddnn.nn.stages import StagePartition
 from ddnn.optim.columns import ColumnNgSgd
 from ddnn.optim.ng_sgd import OPTIMIZERS, NgSgdOptions, make_optimizer
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
@@ -98,12 +100,18 @@ def check_layers_fit(recipe: Recipe) -> None:
 
 def make_partition(layers: Sequence[Layer], groups: Groups) -> Partition:
     """How these workers share a network of these layers. RecipeError: it cannot be split over so many."""
-    if groups.column.world_size == 1:
-        return Partition()
+    stages, columns = groups.stage.world_size, groups.column.world_size
+    if stages > 1 and without_noise(layers) != tuple(layers):
+        message = f"{stages} found, but a layer draws random numbers, which microbatches would draw otherwise"
+        raise RecipeError(message, location="parallel.stages", hint="set it to 1, or do without dropout")
+    key = "stages"
     try:
-        return ColumnPartition(layers, groups.column)
+        sizes, key = stage_sizes(layers, stages), "columns"
+        if stages > 1:
+            return StagePartition(layers, sizes, groups)
+        return ColumnPartition(layers, groups.column) if columns > 1 else Partition()
     except ValueError as error:
-        raise RecipeError(str(error), location="parallel.columns") from error
+        raise RecipeError(str(error), location=f"parallel.{key}") from error
 
 
 def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> AveragingOptions:
@@ -129,9 +137,9 @@ def affine_sizes(recipe: OptimizerConfig, layers: Sequence[Layer]) -> tuple[Size
 
 def optimizer_of(recipe: OptimizerConfig, network: Network) -> Sgd:
     """The optimizer of this worker's part of a network."""
-    options = optimizer_options(recipe)
-    if isinstance(network.partition, ColumnPartition) and isinstance(options, NgSgdOptions):
-        return ColumnNgSgd(network, network.partition, options)
+    options, partition = optimizer_options(recipe), network.partition.within_stage
+    if isinstance(partition, ColumnPartition) and isinstance(options, NgSgdOptions):
+        return ColumnNgSgd(network, partition, options)
     return make_optimizer(options, network)
 
 
@@ -226,8 +234,9 @@ def estimate_memory(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int)
     """What a training by this recipe needs besides its frames."""
     parallel, optimizer = recipe.parallel, optimizer_options(recipe.optimizer)
     layers, minibatch = network_layers(recipe, input_dim, num_pdfs), minibatch_sizes(recipe).end
-    one_copy, per_frame, columns = 4 * num_parameters(layers), 4 * activation_floats(layers), parallel.columns
-    own_copy = one_copy // columns
+    of_stage, columns = largest_stage(layers, parallel.stages), parallel.columns
+    one_copy, per_frame = 4 * num_parameters(layers), 4 * activation_floats(of_stage)
+    own_copy = 4 * num_parameters(of_stage) // columns
     if columns > 1:  # own outputs, and the whole inputs that were gathered
         per_frame += per_frame // columns
     frozen = frozen_layers(recipe, layers)

@@ -20,7 +20,7 @@ RESUMABLE = re.compile(
     r"(checkpoint|cuda_graphs|log"
     r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers|transforms|utterances)"
     r"|feature_device|loader_processes|max_skipped_fraction|train|transforms)"
-    r"|parallel\.(columns|cpu_threads|gpu_transport|hang_timeout|max_restarts|oversubscribe_gpus|workers))(\..*)?"
+    r"|parallel\.(columns|cpu_threads|gpu_transport|hang_timeout|max_restarts|microbatches|oversubscribe_gpus|pipeline|stages|workers))(\..*)?"
 )
 """Keys that a resume may change. Where data has moved, `DataIdentity` says whether it is the same."""
 EPOCHS = {"schedule.epochs", "schedule.max_epochs"}

@@ -7,6 +7,7 @@ again)."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Hashable
@@ -40,7 +41,14 @@ run the same kernels; a library may choose another one for a product on another 
 class EagerStep:
     """Forward, objective, backward and update, one operation after another; arguments as of `Sgd.step`. Afterwards the
     workspace's derivatives hold other values, and with NG-SGD its activations and `x` too: a minibatch that is used twice is
-    loaded twice."""
+    loaded twice.
+
+    Attributes:
+        inputs: (frames, input_dim), where a minibatch is read without a copy.
+        microbatches: in how many parts it goes through the network.
+    """
+
+    microbatches = 1
 
     def __init__(
         self,
@@ -50,8 +58,14 @@ class EagerStep:
         make_objective: MakeObjective = CrossEntropy,
     ) -> None:
         self.workspace, self.optimizer, self.average = workspace, optimizer, average
-        self.make_objective, self.objective = make_objective, make_objective(workspace)
+        self.objective, self.inputs = make_objective(workspace), workspace.x
         optimizer.set_arithmetic(workspace.arithmetic)
+
+    def averaged_by(self, average: Callable[[Tensor], None] | None) -> EagerStep:
+        """The same step, in the same memory, where workers average gradients otherwise."""
+        step = copy.copy(self)
+        step.average = average
+        return step
 
     def __call__(self, batch: Batch, lr: float) -> Sums:
         sums = self.differentiate(batch)

@@ -234,7 +234,9 @@ class Trainer:
         """The objective's figures in the epoch's training, over all workers; records what each worker did."""
         epoch = self.progress.epoch + 1
         self.combination.end_epoch()
-        for values in self.groups.world.all_gather_object(worker_row(epoch, self.averager).model_dump()):
+        for values in self.groups.world.all_gather_object(
+            worker_row(epoch, self.averager, self.eager_step.microbatches).model_dump()
+        ):
             self.run.record(WorkerRow.model_validate(values))
         training = self.losses.committed.result(self.groups.data)
         raise_if_diverged("training", training, epoch, learning_rate, self.hint)
@@ -414,7 +416,7 @@ class Trainer:
             self.averager.broadcast()
 
 
-def worker_row(epoch: int, averager: Averager) -> WorkerRow:
+def worker_row(epoch: int, averager: Averager, microbatches: int = 1) -> WorkerRow:
     groups, timer, counters, parameters = (
         averager.groups,
         averager.timer,
@@ -423,7 +425,8 @@ def worker_row(epoch: int, averager: Averager) -> WorkerRow:
     )
     seconds = max(time.perf_counter() - timer.started, 1e-9)
     traffic, averaging = groups.data.stats - counters.stats, timer.seconds["averaging"]
-    shared = groups.column.stats - counters.column_stats
+    shared, piped = groups.column.stats - counters.column_stats, groups.stage.stats - counters.stage_stats
+    pipe_seconds = piped.comm_seconds or None
     waiting = 0.0 if averager.overlapped else min(traffic.wait_seconds, averaging)
     return WorkerRow(
         epoch=epoch,
@@ -446,6 +449,11 @@ def worker_row(epoch: int, averager: Averager) -> WorkerRow:
         columns=groups.column.world_size,
         column_seconds=shared.comm_seconds or None,
         column_bytes=shared.bytes_sent or None,
+        stages=groups.stage.world_size,
+        microbatches=microbatches,
+        pipe_seconds=pipe_seconds,
+        pipe_bytes=piped.bytes_sent or None,
+        bubble_share=pipe_seconds and min(pipe_seconds / seconds, 1.0),
         interval_seconds=_mean(counters.interval_seconds),
         interval_seconds_std=statistics.pstdev(counters.interval_seconds) if counters.interval_seconds else None,
     )

@@ -14,7 +14,6 @@ from ddnn.data.batches import Batch
 from ddnn.nn.objective import Sums
 from ddnn.training.combination import Combination
 from ddnn.training.state import Stateful
-from ddnn.training.step import EagerStep
 from ddnn.training.trainer import Trainer
 
 FIRST_SHUFFLE = 10**6  # the number of the first order of the frames, which no epoch of training reaches
@@ -34,9 +33,7 @@ class WarmUp:
         self.averager = make_warmup_averager(t.averager, single=single)
         self.losses.excludes = self.averager.excludes
         self.idle = single and t.groups.data.rank != 0
-        self.step = EagerStep(
-            t.eager_step.workspace, t.optimizer, self.averager.average_gradient, t.eager_step.make_objective
-        )
+        self.step = t.eager_step.averaged_by(self.averager.average_gradient)
         self.learning_rate = t.schedule.learning_rate * self.averager.lr_scale
         t.optimizer.set_lr_scale(self.averager.lr_scale)
 

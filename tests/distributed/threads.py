@@ -26,10 +26,10 @@ TIMEOUT = 60.0
 class _Room:
     """What the threads of one group share. `all_rooms`: those of all groups, of which an error ends every one."""
 
-    def __init__(self, size: int, all_rooms: list[_Room]) -> None:
+    def __init__(self, size: int, all_rooms: list[_Room], timeout: float) -> None:
         self.posted: list[Any] = [None] * size
-        self.together = threading.Barrier(size, timeout=TIMEOUT)
-        self.mail: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
+        self.together, self.timeout = threading.Barrier(size, timeout=timeout), timeout
+        self.mail: dict[tuple[int, int], queue.SimpleQueue[tuple[Tensor, threading.Event]]] = {
             pair: queue.SimpleQueue() for pair in permutations(range(size), 2)
         }
         self.all_rooms = all_rooms
@@ -81,17 +81,30 @@ class _Memory:
         received.copy_(torch.cat([chunks[self.rank] for chunks in everything]))
 
     def isend(self, tensor: Tensor, dest: int) -> Callable[[], object]:
-        self.room.mail[self.rank, dest].put(tensor.detach().clone())
-        return lambda: None
+        """As the MPI sends what is large: it is read where it is once the other worker receives."""
+        arrived = threading.Event()
+        self.room.mail[self.rank, dest].put((tensor, arrived))
+        return lambda: self._until(lambda: arrived.wait(0.05) or None)
 
     def irecv(self, received: Tensor, source: int) -> Callable[[], object]:
-        return lambda: received.copy_(self._next_from(source))
+        def wait() -> None:
+            tensor, arrived = self._until(lambda: self._next_from(source))
+            received.view(-1).copy_(tensor.detach().view(-1))
+            arrived.set()
 
-    def _next_from(self, source: int) -> Tensor:
-        deadline = time.monotonic() + TIMEOUT
+        return wait
+
+    def _next_from(self, source: int) -> tuple[Tensor, threading.Event] | None:
+        with suppress(queue.Empty):
+            return self.room.mail[source, self.rank].get(timeout=0.05)
+        return None
+
+    def _until(self, act: Callable[[], Result | None]) -> Result:
+        """What `act` returns once that is something."""
+        deadline = time.monotonic() + self.room.timeout
         while time.monotonic() < deadline and not self.room.together.broken:
-            with suppress(queue.Empty):
-                return self.room.mail[source, self.rank].get(timeout=0.05)
+            if (result := act()) is not None:
+                return result
         raise threading.BrokenBarrierError
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -111,7 +124,9 @@ class ThreadCommunicator(Communicator):
         members = [rank for rank, (other, _) in enumerate(pairs) if other == color]
         members.sort(key=lambda rank: pairs[rank][1])
         first = members[0] == self.rank
-        rooms = self._memory.of_all(_Room(len(members), self._memory.room.all_rooms) if first else None)
+        rooms = self._memory.of_all(
+            _Room(len(members), self._memory.room.all_rooms, self._memory.room.timeout) if first else None
+        )
         return ThreadCommunicator(members.index(self.rank), rooms[members[0]])
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -129,9 +144,10 @@ class ThreadCommunicator(Communicator):
         self._memory.room.abort()
 
 
-def run_workers(world_size: int, work: Callable[[Communicator], Result]) -> list[Result]:
-    """What `work` returns on each of so many workers. The error of one that fails ends all, and is raised."""
-    room = _Room(world_size, [])
+def run_workers(world_size: int, work: Callable[[Communicator], Result], timeout: float = TIMEOUT) -> list[Result]:
+    """What `work` returns on each of so many workers. The error of one that fails ends all, and is raised. `timeout`: seconds that a
+    worker waits for the others."""
+    room = _Room(world_size, [], timeout)
 
     def worker(rank: int) -> Result:
         try:

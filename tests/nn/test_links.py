@@ -102,10 +102,10 @@ def test_a_split_layer_trains_as_the_whole_one(workers: int) -> None:
         for name, parameter in network.views[1].items():
             parameter.copy_(above[name])
         # The layer below is narrower than what the one above reads, which only a link between them makes fit.
-        return trained(network, [Gather(comm)])
+        return trained(network, [Link(), Gather(comm), Link()])
 
     parts = run_workers(workers, work)
-    below, above = trained(whole_network(), [Link()])
+    below, above = trained(whole_network(), [Link()] * 3)
     for name in ("weight", "bias"):
         gathered = torch.cat([layers[0][name] for layers in parts])
         torch.testing.assert_close(gathered, below[name], rtol=1e-5, atol=1e-6)

@@ -70,7 +70,7 @@ BMUF = {
 }  # fmt: skip
 ELSEWHERE = {
     "workers", "warmup", "warmup_minibatches", "oversubscribe_gpus", "pretrain_data", "max_restarts", "hang_timeout",
-    "cpu_threads", "gpu_transport", "columns",
+    "cpu_threads", "gpu_transport", "columns", "stages", "microbatches", "pipeline",
 }  # fmt: skip
 """Keys of `parallel` that are no option of an averaging."""
 

@@ -19,8 +19,9 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.groups import Groups
 from ddnn.nn.acoustic_model import AcousticModel
+from ddnn.nn.arithmetic import Float32
 from ddnn.nn.layers import mlp_layers
-from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.nn.network import Network, initialize
 from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.optim.schedule import Exponential, MinibatchSizes
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
@@ -30,8 +31,8 @@ from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
 from ddnn.training.evaluation import CrossValidation
 from ddnn.training.loop import train
 from ddnn.training.options import averaging_options, make_partition, optimizer_of
+from ddnn.training.pipeline import make_eager_step
 from ddnn.training.state import Checkpointable, CheckpointPolicy
-from ddnn.training.step import EagerStep
 from ddnn.training.trainer import Trainer
 
 DIM, PDFS, MINIBATCH = 6, 5, 16
@@ -99,24 +100,28 @@ def toy_trainer(
     data. Collective."""
     groups = comm if isinstance(comm, Groups) else Groups.data_parallel(comm)
     model, config = toy_model(), optimizer or make_optimizer_config()
-    network = model.network.part_of(make_partition(model.network.layers, groups)).with_frozen(frozen)
+    network = model.network.with_frozen(frozen).part_of(make_partition(model.network.layers, groups))
     model = replace(model, network=network)
     sgd = optimizer_of(config, network)
     averaging = replace(averaging_options(parallel, config.momentum), interval=interval)
     averager = make_averager(averaging, groups, network, sgd)
     averager.broadcast()
-    workspace = Workspace(network, sizes.end)
     train_frames = toy_shard(groups.data.rank, frames)
     sampler = ShuffledSampler(train_frames, sizes.start, seed=1, rank=groups.data.rank)
-    step = EagerStep(workspace, sgd, averager.average_gradient, make_objective)
+    step = make_eager_step(
+        *(network, sizes, Float32(), sgd, averager.average_gradient, make_objective),
+        schedule=parallel.pipeline, microbatches=parallel.microbatches,
+    )  # fmt: skip
+    batches = make_batch_loader(
+        *(train_frames, model.transform, sampler),
+        out=step.inputs, mark=averager.timer.mark, labels_only=step.workspace.receives,
+    )  # fmt: skip
     return Trainer(
         model=model,
         optimizer=sgd,
         schedule=Exponential(learning_rate, epochs, learning_rate),
-        batches=make_batch_loader(train_frames, model.transform, sampler, out=workspace.x, mark=averager.timer.mark),
-        validation=CrossValidation(
-            toy_shard(50 + groups.data.rank, 40), groups.data, workspace.arithmetic, make_objective
-        ),
+        batches=batches,
+        validation=CrossValidation(toy_shard(50 + groups.data.rank, 40), groups.data, Float32(), make_objective),
         minibatch_sizes=sizes,
         eager_step=step,
         step=step,
