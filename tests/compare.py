@@ -40,8 +40,8 @@ from ddnn.distributed.cost import partition
 from ddnn.report.measured import network_layers
 from ddnn.util.system import cpu_name, usable_cores
 
-SPLICE, UTTERANCE, EPOCHS, RATE, PERIOD = 5, 500, 3, 2e-3, 10
-"""Frames of context on each side, frames of an utterance, epochs, the rate that multiplies the sum over a minibatch, and
+SPLICE, UTTERANCE, RATE, PERIOD = 5, 500, 2e-3, 10
+"""Frames of context on each side, frames of an utterance, the rate that multiplies the sum over a minibatch, and
 minibatches between two averagings."""
 PROGRAMS = {
     "torch": "PyTorch, a loop",
@@ -64,6 +64,7 @@ def main() -> int:
     parser.add_argument("--minibatch", type=int, default=256, help="frames, of each worker")
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32")
     parser.add_argument("--frames", type=int, default=100_000, help="of an epoch, of all workers")
+    parser.add_argument("--epochs", type=int, default=3, help="of each program")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2, help="of the programs that average")
     parser.add_argument("--microbatches", type=int, default=4, help="of the pipelines")
@@ -119,7 +120,10 @@ def run(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if name.startswith("torch"):
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"] if workers > 1 else []
-        same = [f"--{key}={getattr(options, key)}" for key in ("network", "minibatch", "precision", "microbatches")]
+        same = [
+            f"--{key}={getattr(options, key)}"
+            for key in ("network", "minibatch", "precision", "microbatches", "epochs")
+        ]
         command = [sys.executable, *launch, __file__, f"--torch-run={folder}", f"--programs={name}", *same]
     else:
         recipe, run_dir = folder / f"{name}.json", folder / f"{name}-run"
@@ -135,7 +139,7 @@ def run(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float
     row = [row for row in rows if row["type"] == "epoch" and row["split"] == "train"][-1]
     for path in sorted(run_dir.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    last = [worker for worker in rows if worker["type"] == "worker" and worker["epoch"] == EPOCHS]
+    last = [worker for worker in rows if worker["type"] == "worker" and worker["epoch"] == options.epochs]
     shares = [worker["compute_cpu_seconds"] / (worker["compute_fraction"] * worker["seconds"]) for worker in last]
     return {"frames_per_second": row["frames_per_second"], "loss": row["loss"], "cpu_share": min(shares)}
 
@@ -156,7 +160,7 @@ def ddnn_recipe(name: str, folder: Path, options: argparse.Namespace) -> dict[st
             "name": "exponential",
             "initial_learning_rate": RATE,
             "final_learning_rate": RATE,
-            "epochs": EPOCHS,
+            "epochs": options.epochs,
         },
         "parallel": {"strategy": strategy, "averaging_period": PERIOD, "cpu_threads": 1, **shared},
     }
@@ -201,7 +205,7 @@ def train_torch(folder: Path, options: argparse.Namespace) -> None:
         model = nn.Sequential(*modules[:-1][stage_of(modules[:-1], rank, workers)])
         step = pipeline_step(model, criterion, rank, workers, options.microbatches)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE * size * readers)
-    for _ in range(EPOCHS):
+    for _ in range(options.epochs):
         begin, cpu, total = time.perf_counter(), time.process_time(), 0.0
         for index in torch.randperm(len(x))[: len(x) // size * size].split(size):
             optimizer.zero_grad()
@@ -245,7 +249,7 @@ def pipeline_step(
 def table(found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> str:
     """Speed-ups over PyTorch in one process and over its program of the same kind are medians of the ratios in a round."""
     lines = [
-        f"{options.network}, minibatch {options.minibatch}, {options.precision}, {options.rounds} rounds of {EPOCHS} epochs of "
+        f"{options.network}, minibatch {options.minibatch}, {options.precision}, {options.rounds} rounds of {options.epochs} epochs of "
         f"{options.frames:,} frames; {date.today()}, {cpu_name()}, {usable_cores()} cores, torch {torch.__version__}, "
         f"load {os.getloadavg()[1]:.1f}",
         "",

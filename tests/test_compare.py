@@ -25,6 +25,7 @@ OPTIONS = argparse.Namespace(
     workers=2,
     programs="torch",
     microbatches=2,
+    epochs=3,
 )
 
 
