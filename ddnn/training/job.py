@@ -55,7 +55,7 @@ from ddnn.training.pipeline import make_eager_step
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest, record_resume
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
-from ddnn.training.step import make_step
+from ddnn.training.step import check_split, make_step
 from ddnn.training.trainer import CHECKS, Trainer
 from ddnn.util.errors import DataError, DivergedError, RecipeError, UserError
 from ddnn.util.progress import only_first_worker_shows
@@ -261,6 +261,8 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     network = whole.part_of(options.make_partition(layers, groups))
     model = replace(model, transform=model.transform.to(job.device), network=network)
     trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)
+    if groups.replica.world_size > 1:
+        check_split(whole, network.partition, trainer.eager_step.workspace.arithmetic)
     # Only now: a resume that is refused changes nothing.
     run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
     run.record(start_row(trainer, data, describe_parameters(recipe, layers)))

@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from ddnn.data.batches import Batch
-from ddnn.nn.network import Workspace
+from ddnn.nn.arithmetic import Float32
+from ddnn.nn.network import Network, Workspace
 from ddnn.nn.objective import CrossEntropy, MakeObjective, Sums
+from ddnn.nn.partition import Partition
 from ddnn.optim.sgd import Sgd
+from ddnn.util.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,10 @@ VERIFIED = (
 LOSS_TOLERANCE, CHANGE_TOLERANCE = 1e-3, 2e-2
 """How far the graph's losses, and its change of the parameters, may be from the eager step's, relative to them. Both
 run the same kernels; a library may choose another one for a product on another stream."""
+
+CHECKED = 32  # frames of noise
+GRADIENT_TOLERANCE = {"float32": 1e-3, "bf16": 0.2}
+"""How far the gradient of a network that workers share may be from that of the whole one, relative to its norm."""
 
 
 class EagerStep:
@@ -270,6 +277,29 @@ def verified(graphed: CudaGraphStep, minibatches: list[Batch], lr: float) -> Ste
     )
     graphed.graphs.release()
     return graphed.eager
+
+
+def check_split(whole: Network, partition: Partition, arithmetic: Float32) -> None:
+    """UserError where the workers that share a network do not compute its gradient, as where messages arrive in the wrong
+    place: that of `CHECKED` frames of noise is compared with the whole network's, which each of them computes by itself.
+    Collective over the replica."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(CHECKED, whole.input_dim, generator=generator)
+    labels = torch.randint(whole.output_dim, (CHECKED,), generator=generator).to(whole.parameters.device)
+    gradients = []
+    for network in (whole, whole.part_of(partition)):
+        workspace = Workspace(network, CHECKED, arithmetic)
+        if not workspace.receives:
+            workspace.x.copy_(x)
+        CrossEntropy(workspace)(workspace.forward(), Batch(workspace.x, labels), workspace.derivative)
+        workspace.backward()
+        gradients.append(workspace.gradient(torch.zeros_like(network.parameters)))
+    expected = partition.own(gradients[0])
+    difference, norm = (float(partition.norm(vector)) for vector in (gradients[1] - expected, expected))
+    if not difference <= GRADIENT_TOLERANCE[arithmetic.precision] * norm:
+        message = f"the gradient of {CHECKED} frames that workers compute together differs by {difference:.3g} "
+        message += f"from that of one, whose norm is {norm:.3g}: their messages do not arrive as they were sent"
+        raise UserError(message, hint="try another MPI, or train with workers that do not share a model")
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -20,14 +20,17 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.groups import Groups
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel
+from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
 from ddnn.nn.layers import mlp_layers
+from ddnn.nn.network import Network, initialize
 from ddnn.nn.objective import Sums
 from ddnn.runs.checkpoint import CheckpointStore
 from ddnn.training.options import make_partition
 from ddnn.training.resume import rank_state
 from ddnn.training.state import CheckpointMetadata, CheckpointPolicy, LoadedCheckpoint
+from ddnn.training.step import check_split
 from ddnn.training.trainer import Trainer
-from ddnn.util.errors import DivergedError, RecipeError
+from ddnn.util.errors import DivergedError, RecipeError, UserError
 
 Ways = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 WAYS: Ways = {
@@ -170,6 +173,63 @@ def poison(trainer: Trainer) -> None:
         return sums
 
     trainer.step = poisoned
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_split_network_has_the_gradient_of_the_whole_one(precision: Precision) -> None:
+    whole = Network(mlp_layers(12, 2, 33, 9))
+    initialize(whole, 3)
+    for columns, stages in ((3, 1), (1, 3), (2, 2)):
+
+        def work(comm: Communicator, columns: int = columns, stages: int = stages) -> None:
+            groups = Groups.split(comm, columns, stages)
+            check_split(whole, make_partition(whole.layers, groups), arithmetic_of(precision))
+
+        run_workers(columns * stages, work)
+
+
+@pytest.mark.parametrize(
+    ("precision", "method"),
+    [
+        ("float32", "all_gather_into"),
+        ("float32", "all_to_all_into"),
+        ("float32", "all_gather"),
+        ("bf16", "all_gather_into"),
+        ("bf16", "all_to_all_into"),
+    ],
+)
+def test_messages_that_arrive_in_the_wrong_place_end_the_training(precision: Precision, method: str) -> None:
+    """Blocks of two workers are swapped; or each gets its own numbers in place of the other's."""
+    whole = Network(mlp_layers(12, 2, 32, 8))
+    initialize(whole, 3)
+
+    def swap(blocks: Tensor) -> None:
+        blocks.copy_(blocks.clone().view(2, -1).flip(0).reshape(blocks.shape))
+
+    def work(groups: Groups) -> None:
+        right = getattr(groups.column, method)
+
+        def wrong(block: Tensor, *rest: Any) -> Any:
+            if method == "all_to_all_into":
+                swap(block)
+            made = right(block, *rest)
+            if method == "all_gather_into":
+                swap(rest[0])
+            if method == "all_gather":
+                made[1 - groups.column.rank] = block
+            return made
+
+        setattr(groups.column, method, wrong)
+        with pytest.raises(
+            UserError, match=r"differs by [\d.]+ from that of one, whose norm is [\d.]+: their messages"
+        ):
+            check_split(whole, make_partition(whole.layers, groups), arithmetic_of(precision))
+
+    on(1, 2, work)
+
+
+def arithmetic_of(precision: Precision) -> Float32:
+    return make_arithmetic(precision, torch.device("cpu"), use_kernels=False)
 
 
 def test_rows_tell_the_whole_networks_parameters() -> None:

@@ -24,12 +24,14 @@ from ddnn.distributed.groups import Groups
 from ddnn.distributed.signals import GracefulShutdown
 from ddnn.kaldi.archive import iterate_matrices, read_scp
 from ddnn.kaldi.transition_model import read_transition_model
+from ddnn.nn.network import Network
 from ddnn.recipe.load import load_recipe
+from ddnn.recipe.schema import Recipe
 from ddnn.runs.metrics import read_metrics
 from ddnn.runs.rows import StartRow
 from ddnn.runs.run_dir import NullRunDir, RunDir, load_run
 from ddnn.training.evaluation import evaluate
-from ddnn.training.job import Job, assemble_trainer, initial_model, run_training
+from ddnn.training.job import Job, assemble_trainer, build_trainer, initial_model, run_training
 from ddnn.training.model_evaluation import evaluate_run
 from ddnn.training.options import data_config
 from ddnn.util.errors import DataError, UserError
@@ -141,6 +143,21 @@ def test_the_scope_of_max_change_says_whose_frames_limit_a_step(recipe: Path, sc
         return trainer.averager.lr_scale, trainer.optimizer.included_lr_scale
 
     assert run_workers(2, work) == [(2.0, scale)] * 2
+
+
+def test_only_workers_that_share_a_network_check_its_gradient(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = list[Network]()
+    monkeypatch.setattr("ddnn.training.job.check_split", lambda whole, partition, arithmetic: checked.append(whole))
+    for columns in (1, 2):
+        settings = load_recipe(recipe, ["parallel.workers=2", f"parallel.columns={columns}"])
+
+        def work(comm: Communicator, settings: Recipe = settings, columns: int = columns) -> int:
+            groups, run = Groups.split(comm, columns), NullRunDir(Path("nowhere"))
+            trainer = build_trainer(Job(settings, "", groups, run, GracefulShutdown(), torch.device("cpu")), False)
+            return trainer.model.network.num_parameters
+
+        counts = run_workers(2, work)
+        assert [whole.num_parameters for whole in checked] == ([] if columns == 1 else [sum(counts)] * 2)
 
 
 def test_cross_validation_data_of_its_own(recipe: Path, tmp_path: Path) -> None:
