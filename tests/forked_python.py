@@ -209,7 +209,10 @@ class Server:
                 elif key.fd in self.running:
                     self.report_end(key.fd)
                 elif key.fileobj.fileno() != -1:  # type: ignore[union-attr]  # of a program that has not just ended
-                    numbers = key.fileobj.recv(100)  # type: ignore[union-attr]
+                    try:
+                        numbers = key.fileobj.recv(100)  # type: ignore[union-attr]
+                    except ConnectionResetError:  # killed before it had read that its process was forked
+                        numbers = b""
                     for number in numbers or [signal.SIGKILL]:
                         os.kill(key.data, number)
                     if not numbers:
@@ -219,7 +222,11 @@ class Server:
         client, _ = self.listener.accept()
         numbers, descriptors, _, _ = socket.recv_fds(client, 4096, 253)
         peer, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if not can_fork_for(peer):
+        try:
+            can_fork = can_fork_for(peer)
+        except OSError:  # the client was killed as soon as it was started
+            can_fork = False
+        if not can_fork:
             client.close()
         elif pid := os.fork():
             process = os.pidfd_open(pid)
