@@ -109,7 +109,7 @@ def run_bench_workers(
     def work(comm: Communicator) -> None:
         for network, precision in itertools.product(networks, precisions or ("float32",)):
             on = choose_device(device, comm.local_rank, threads=parallel.cpu_threads)
-            with open_transport(parallel.gpu_transport, on, comm):
+            with open_transport(parallel.gpu_transport, on, Groups.data_parallel(comm)):
                 result = bench_workers(comm, network, parallel, on, seconds, precision)
             if comm.rank == 0:
                 show(result)

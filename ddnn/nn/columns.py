@@ -40,7 +40,7 @@ class ColumnLink(Link):
     def forward(self, outputs: Tensor, inputs: Tensor) -> None:
         sizes = [self._places(outputs) * width for width in self.widths]
         gathered = self.comm.workspace("columns", sum(sizes), outputs.dtype, outputs.device)
-        self.comm.all_gather_into(outputs, gathered, sizes)
+        self.comm.all_gather_into(outputs.contiguous(), gathered, sizes)  # of which some may be padding
         columns = torch.split(inputs.view(-1, sum(self.widths)), self.widths, dim=1)
         for block, of_inputs in zip(torch.split(gathered, sizes), columns, strict=True):
             of_inputs.copy_(block.view_as(of_inputs))

@@ -39,7 +39,8 @@ class ColumnNaturalGradient(NaturalGradient):
     """The preconditioner of one side of a layer that is split by columns.
 
     Args:
-        dim, options, dtype: as of `NaturalGradient`; `dim` counts all columns.
+        dim, options: as of `NaturalGradient`; `dim` counts all columns.
+        like: a tensor of the device and dtype of all that it has.
         partition: among which workers.
         owner: the worker that computes the r x r part of its updates.
         columns: those that this worker has of its minibatches; None: all.
@@ -49,12 +50,12 @@ class ColumnNaturalGradient(NaturalGradient):
         self,
         dim: int,
         options: NaturalGradientOptions,
-        dtype: torch.dtype,
+        like: Tensor,
         partition: ColumnPartition,
         owner: int,
         columns: Interval | None = None,
     ) -> None:
-        super().__init__(dim, options, dtype=dtype, columns=slice(*(columns or (None,))))
+        super().__init__(dim, options, like.device, like.dtype, slice(*(columns or (None,))))
         self.partition, self.owner, self.is_split = partition, owner, columns is not None
         self._summed_n = 0  # rows of the minibatch of whose statistics this worker has only its columns' part
 
@@ -94,6 +95,7 @@ class ColumnNaturalGradient(NaturalGradient):
         """To be called once `statistics` are those of all columns."""
         if self._summed_n:
             self._norm.sqrt_()
+            self._send_to_host()
             self._pending_n, self._summed_n = self._summed_n, 0
 
     def finish_update(self) -> None:
@@ -102,7 +104,7 @@ class ColumnNaturalGradient(NaturalGradient):
     @property
     def packed_sizes(self) -> list[int]:
         """Bytes of A and the factors of W, and of d, e, rho, whether R may be skewed and whether there is an update."""
-        return [self._back.nbytes, 8 * (2 * self.rank + 3)]
+        return [self._back_host.nbytes, 8 * (2 * self.rank + 3)]
 
     def pack(self) -> Tensor:
         """The r x r part of the update that is pending, for all workers: uint8, in `packed_sizes`."""
@@ -110,7 +112,9 @@ class ColumnNaturalGradient(NaturalGradient):
         update, self._update = self._update, None
         found = update or FisherUpdate(self.d, self.rho, self.d, False)
         numbers = [*found.d, *found.e, found.rho, found.may_be_skewed, update is not None]
-        return torch.cat([self._back.view(torch.uint8), torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)])
+        return torch.cat(
+            [self._back_host.view(torch.uint8), torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)]
+        )
 
     def unpack(self, packed: Tensor) -> None:
         """Makes the update that the owner has packed."""
@@ -120,7 +124,7 @@ class ColumnNaturalGradient(NaturalGradient):
         numbers.view(torch.uint8).copy_(rest)
         d, e, (rho, may_be_skewed, is_finite) = np.split(numbers.numpy(), [self.rank, 2 * self.rank])
         if is_finite:
-            self._back.view(torch.uint8).copy_(back)
+            self._back_host.view(torch.uint8).copy_(back)
             self._update = FisherUpdate(d.copy(), float(rho), e, bool(may_be_skewed))
         self.apply()
 
@@ -148,6 +152,8 @@ def finish_updates(sides: Iterable[ColumnNaturalGradient], comm: Communicator) -
     pending = [side for side in sides if side.pending]
     if not pending:
         return
+    if pending[0].device.type == "cuda":
+        torch.cuda.current_stream(pending[0].device).synchronize()  # K and L are on the host then
     by_owner = [[side for side in pending if side.owner == rank] for rank in range(comm.world_size)]
     sizes = [sum(sum(side.packed_sizes) for side in owned) for owned in by_owner]
     own = torch.cat([torch.empty(0, dtype=torch.uint8), *(side.pack() for side in by_owner[comm.rank])])
@@ -187,12 +193,12 @@ class ColumnNgSgd(NgSgd):
         return gemm
 
     def new_preconditioners(self, k: int, *sides: tuple[int, NaturalGradientOptions]) -> list[NaturalGradient]:
-        partition, dtype = self.partition, self.network.parameters.dtype
+        partition, like = self.partition, self.network.parameters
         of_input, of_output = sides
         own = partition.cuts(of_output[0])[partition.comm.rank]
         owner = k % partition.comm.world_size
-        self._inputs[k] = ColumnNaturalGradient(*of_input, dtype, partition, owner)
-        self._outputs[k] = ColumnNaturalGradient(*of_output, dtype, partition, owner, own)
+        self._inputs[k] = ColumnNaturalGradient(*of_input, like, partition, owner)
+        self._outputs[k] = ColumnNaturalGradient(*of_output, like, partition, owner, own)
         return [self._inputs[k], self._outputs[k]]
 
     def gradient_norms(self, layer: Layer, call: LayerCall) -> Tensor:

@@ -235,9 +235,12 @@ class NaturalGradient:
         """Queues K, and the copy of K, L and |X|_F to the host."""
         torch.mm(self.j, self._j_t, out=self._k)
         torch.linalg.vector_norm(row_norms, out=self._norm)
+        self._send_to_host()
+        self._pending_n = row_norms.shape[0]
+
+    def _send_to_host(self) -> None:
         if self._stats_host is not self._stats:
             self._stats_host.copy_(self._stats, non_blocking=True)
-        self._pending_n = row_norms.shape[0]
 
     def finish_update(self) -> None:
         """Brings W, d and rho up to date with the last minibatch, if that is still to be done; `begin_minibatch` and

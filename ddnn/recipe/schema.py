@@ -340,7 +340,7 @@ class WorkersConfig(Section):
     columns: Count = 1
     """So many workers share one network: each holds an equal part of the outputs or filters of every layer. They train on the same
     minibatches, and compute what one worker would, to rounding. `workers` is a multiple of it; models are averaged
-    among `workers` / `columns` of these replicas: docs/parallel.md. On CPUs."""
+    among `workers` / `columns` of these replicas: docs/parallel.md."""
     stages: Count = 1
     """So many workers share one network as a pipeline: each holds consecutive layers, and a minibatch goes through them
     in microbatches. They compute what one worker would, to rounding. `workers` is a multiple of `columns` x `stages`,
@@ -364,7 +364,8 @@ class WorkersConfig(Section):
     """Type in which parameters are sent. bfloat16 halves the bytes; sums are computed in float32."""
     gpu_transport: Literal["auto", "host", "device", "nccl"] = "auto"
     """GPUs: `host` sends parameters through pinned host memory, `device` directly from device memory if the MPI says
-    that it supports this, `nccl` by NCCL. `auto`: `device` if the MPI says that it supports it, otherwise `host`."""
+    that it supports this, `nccl` by NCCL. `auto`: `device` if the MPI says that it supports it, otherwise `host`, or `nccl`
+    where `columns` is over 1: outputs of layers go from GPU to GPU, not by `host`."""
     oversubscribe_gpus: bool = False
     """Allow more workers than GPUs on a host."""
     pretrain_data: Literal["sharded", "replicated"] = "sharded"

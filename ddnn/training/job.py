@@ -173,7 +173,7 @@ def open_job(
         run.log_interval = 60.0 * recipe.log.interval_minutes
         try:
             chosen = assign_device(recipe, device, world)
-            with open_transport(recipe.parallel.gpu_transport, chosen, groups.data):
+            with open_transport(recipe.parallel.gpu_transport, chosen, groups):
                 yield Job(recipe, text, groups, run, shutdown, chosen)
         except (TrainingInterrupted, InterruptedBeforeTraining) as stopped:
             name = stopped.signal_name
@@ -205,11 +205,9 @@ def assign_device(recipe: Recipe, device: str, world: Communicator) -> torch.dev
         if len(hosts := list(dict.fromkeys(host for _, host, _ in replica))) > 1 and world.rank == 0:
             which = f"workers {replica[0][0]} to {replica[-1][0]} share every layer, but are on {' and '.join(hosts)}"
             log.warning("%s: two messages for each layer and minibatch go over the network", which)
-    gpus = [rank for rank, _, identity in identities if identity != "cpu"]
-    for key, number in (("columns", columns), ("stages", stages)):
-        if number > 1 and gpus:
-            message = f"{number} found, but worker {gpus[0]} computes on a GPU: networks are split on CPUs only"
-            raise RecipeError(message, location=f"parallel.{key}", hint="set it to 1, or train with --device cpu")
+    if stages > 1 and (gpus := [rank for rank, _, identity in identities if identity != "cpu"]):
+        message = f"{stages} found, but worker {gpus[0]} computes on a GPU: networks are split into stages on CPUs only"
+        raise RecipeError(message, location="parallel.stages", hint="set it to 1, or train with --device cpu")
     log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, chosen, platform.python_version())
     allow_tf32(recipe.allow_tf32, chosen)
     devices = world.all_gather_object(f"{world.rank}: {world.host} {chosen}")
@@ -284,6 +282,7 @@ def assemble_trainer(
 ) -> Trainer:
     """Chooses the parts of the training of `model`, each once; restores them if there is a checkpoint. Collective."""
     recipe, groups, network, sizes = job.recipe, job.groups, model.network, options.minibatch_sizes(job.recipe)
+    shared = groups.replica.world_size > 1  # by workers that exchange within a step
     optimizer = options.optimizer_of(recipe.optimizer, network)
     averaging = options.averaging_options(recipe.parallel, recipe.optimizer.momentum)
     averager = make_averager(averaging, groups, network, optimizer)
@@ -314,7 +313,7 @@ def assemble_trainer(
         validation=CrossValidation(data.cv, groups.data, arithmetic, baseline=baseline),
         minibatch_sizes=sizes,
         eager_step=eager,
-        step=make_step(eager, batches.sample, scaled_lr, graphs=recipe.cuda_graphs == "auto"),
+        step=make_step(eager, batches.sample, scaled_lr, graphs=recipe.cuda_graphs == "auto" and not shared),
         averager=averager,
         combination=options.make_combination(recipe, network, groups, batches),
         checkpoints=checkpoints,

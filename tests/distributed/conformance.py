@@ -144,6 +144,9 @@ def main(out: Path) -> None:
         if comm.world_size > 1:
             backend = ProcessGroupBackend(comm, "gloo", CPU, seconds=60)
             answers["process group"] = conformance(variant(comm, backends={"cpu": backend}))
+            if comm.world_size == 4:
+                part = comm.split(comm.rank % 2, comm.rank)
+                answers["part"] = conformance(variant(part, backends={"cpu": backend.of(part, comm)}))
             backend.close()
         if comm.rank == 0:
             (out / f"{comm.world_size}.json").write_text(json.dumps(answers))

@@ -12,6 +12,7 @@ from mpi_checks import every_averaging, strategy
 from torch import Tensor
 
 from ddnn.distributed.communicator import CPU, Communicator, StagingBuffer
+from ddnn.distributed.groups import Groups
 from ddnn.distributed.mpi import init_communicator
 from ddnn.distributed.transport import choose_transport, cuda_aware, open_transport
 from ddnn.util.errors import UserError
@@ -52,7 +53,7 @@ def main(out: Path, name: str) -> None:
         found["averaged"] = {"host": {"pinned": by_host(comm, mine)}}
         for way in ("device", "nccl"):
             if refusal(way, device, comm) == way:
-                with open_transport(way, device, comm):
+                with open_transport(way, device, Groups.data_parallel(comm)):
                     found["averaged"][way] = averagings(comm, device)
     if comm.rank == 0:
         (out / "found.json").write_text(json.dumps(found))

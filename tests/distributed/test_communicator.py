@@ -34,6 +34,11 @@ def test_conformance(answers_of: Callable[[str, int], dict[str, Any]], kind: str
     check(conformance(SingleProcess()) if kind == "single" else answers_of(kind, n), kind, n)
 
 
+def test_conformance_of_a_process_group_of_some_workers(answers_of: Callable[[str, int], dict[str, Any]]) -> None:
+    """The even ones of four, while the odd ones do the same."""
+    check(answers_of("part", 4), "process group", 2)
+
+
 @pytest.mark.parametrize("n", WORLDS)
 def test_conformance_of_threads(n: int) -> None:
     for answers in run_workers(n, conformance):

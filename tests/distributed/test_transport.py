@@ -60,6 +60,34 @@ def test_what_cannot_be_had_is_refused(name: str, devices: list[str], said: str)
     assert caught.value.location == f"parallel.gpu_transport: {name}"
 
 
+@pytest.mark.parametrize(
+    ("name", "devices", "aware", "chosen"),
+    [
+        ("auto", ["cpu", "cpu"], False, "host"),
+        ("host", ["cpu", "cpu"], True, "host"),
+        ("auto", GPUS, False, "nccl"),
+        ("auto", GPUS, True, "device"),
+        ("nccl", GPUS, True, "nccl"),
+        ("device", ["GPU-1", "GPU-1"], True, "device"),
+    ],
+)
+def test_what_columns_exchange_stays_on_the_gpus(name: str, devices: list[str], aware: bool, chosen: str) -> None:
+    assert select_transport(name, devices, aware, "asked", columns=2) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "said"),
+    [
+        ("host", GPUS, "parallel.columns is 2, and outputs of layers go from GPU to GPU"),
+        ("auto", ["GPU-1", "cpu"], "worker 1 computes on the CPU"),
+        ("auto", ["GPU-1", "GPU-1"], "one worker for each GPU"),
+    ],
+)
+def test_gpus_that_cannot_exchange_share_no_model(name: str, devices: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        select_transport(name, devices, False, "asked", columns=2)
+
+
 def test_a_single_worker_exchanges_nothing() -> None:
     assert choose_transport("nccl", torch.device("cpu"), SingleProcess()) == "host"
 

@@ -116,7 +116,7 @@ class ThreadCommunicator(Communicator):
 
     def __init__(self, rank: int, room: _Room) -> None:
         self._memory = _Memory(rank, room)
-        super().__init__(rank, len(room.posted), "here", {"cpu": self._memory})
+        super().__init__(rank, len(room.posted), "here", dict.fromkeys(("cpu", "cuda"), self._memory))
         self.local_rank, self.local_size = self.rank, self.world_size
 
     def _split(self, color: int, key: int) -> Communicator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -131,6 +132,24 @@ def test_ng_sgd_in_float32(columns: int, use_kernels: bool, network: str) -> Non
     parameters, fisher = largest_difference(columns, whole, options, minibatches(whole, STEPS, 64), arithmetic)
     assert parameters <= 2e-5
     assert fisher <= 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_columns_on_a_gpu(network: str, exact: bool, precision: Literal["float32", "bf16"]) -> None:
+    """That the threads share: in float32 as one worker there, in bf16 as near to float32."""
+    device = torch.device("cuda")
+    whole = NETWORKS[network](torch.float32)
+    data = [(x.to(device), labels.to(device)) for x, labels in minibatches(whole, STEPS, 64)]
+    whole, options = whole.to(device), replace(NG["free"], rank_in=5, exact=exact)
+    expected, _ = ng_trained(whole, options, data, Float32())(whole)
+    train = ng_trained(whole, options, data, make_arithmetic(precision, device))
+    unsplit, _ = train(whole)
+    for found, _ in on_columns(2, whole, train):
+        error, bound = (found[-1] - expected[-1]).norm(), (unsplit[-1] - expected[-1]).norm()
+        assert error <= 1.5 * bound + 2e-5 * expected[-1].norm()
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -13,6 +13,7 @@ import torch
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from distributed.mpi_worlds import need_mpi
 from training import deaths
+from training.launching import mpi_script
 from training.test_workers import ddnn, rows
 
 from ddnn.nn.acoustic_model import load_model
@@ -90,6 +91,16 @@ def test_filters_are_split(recipe: Path, tmp_path: Path) -> None:
     assert cv_losses(tmp_path / "2") == pytest.approx(cv_losses(tmp_path / "1"), abs=1e-4)
     expected, found = (parameters(tmp_path / f"{columns}/final.safetensors") for columns in (1, 2))
     assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+def test_process_groups_carry_what_columns_exchange(recipe: Path, tmp_path: Path) -> None:
+    """As NCCL does between GPUs: a group for the workers of a replica, and one for those that are averaged."""
+    said = mpi_script("mpi_group.py", 4, recipe, tmp_path / "groups", "parallel.columns=2", "schedule.max_epochs=1")
+    assert "opened [4, 4, 2, 2]\n" in said
+    done = train(recipe, tmp_path / "mpi", 4, 2, "--set", "schedule.max_epochs=1")
+    assert done.returncode == 0, done.stderr
+    found, expected = (parameters(tmp_path / name / "final.safetensors") for name in ("groups", "mpi"))
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.fixture(scope="module")

@@ -230,7 +230,8 @@ def cpu_seconds(pid: int) -> float:
 def test_one_process_group_serves_all_that_a_job_trains(tmp_path: Path) -> None:
     """Two RBMs and the network, each with an averager of its own; the group is closed at the end."""
     recipe = write_job(tmp_path, "init: rbm\npretrain: {epochs: [1], minibatch_size: 20}\n")
-    mpi_script("mpi_group.py", 2, recipe, tmp_path / "run")
+    said = mpi_script("mpi_group.py", 2, recipe, tmp_path / "run", "parallel.pretrain_data=sharded")
+    assert "opened [2, 2]\n" in said
     assert (tmp_path / "run/final.safetensors").exists()
 
 
