@@ -3,7 +3,9 @@ threads, whose messages are received from the very memory that was sent."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,20 +13,26 @@ import torch
 from column_split import Float64, difference, minibatches, new_network
 from distributed.threads import run_workers
 from torch import Tensor
-from training.test_columns import WAYS, outcome, trainer_of
+from training.test_columns import WAYS, StopAfter, outcome, resumed, trainer_of
+from training.toy import train_to_end
 
 from ddnn.data.batches import Batch
 from ddnn.distributed.communicator import CommStats, Communicator
 from ddnn.distributed.cost import Layout, held_microbatches
 from ddnn.distributed.groups import Groups
+from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.nn.arithmetic import BFloat16, Float32
-from ddnn.nn.network import Network
+from ddnn.nn.elementwise import Dropout
+from ddnn.nn.layers import mlp_layers
+from ddnn.nn.network import Network, evaluation_workspace
+from ddnn.nn.objective import CrossEntropy
 from ddnn.optim.columns import ColumnNgSgd
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
 from ddnn.optim.schedule import MinibatchSizes
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.options import make_partition
 from ddnn.training.pipeline import AccumulatingPipelineStep, make_eager_step
+from ddnn.util.errors import RecipeError
 
 STEPS, FRAMES = 20, 66  # no multiple of 4 or 5
 SHAPE = (40, 3, 64, 50)
@@ -208,3 +216,71 @@ def test_replicas_of_stages_train_as_single_workers(columns: int, stages: int, w
         assert own_figures == found[0][1]
         assert (parameters - expected).abs().max() <= bound * expected.abs().max()
         torch.testing.assert_close(torch.tensor(own_figures), torch.tensor(figures), rtol=max(bound, 1e-4), atol=0.0)
+
+
+def test_layers_that_are_frozen_stay_as_they_are() -> None:
+    """Numbers of frozen layers count those of the whole network."""
+    whole = new_network(*SHAPE, dtype=torch.float64).with_frozen([1, 2])
+    data = minibatches(whole, 5, FRAMES)
+    frozen = Network(whole.layers, whole.parameters.clone(), whole.frozen)
+    expected = trained(frozen, SgdOptions(momentum=0.5), data, Float64())
+
+    def work(comm: Communicator) -> list[Tensor]:
+        network = whole.part_of(make_partition(whole.layers, Groups.split(comm, 1, 2)))
+        return trained(network, SgdOptions(momentum=0.5), data, Float64(), microbatches=4)
+
+    for values in run_workers(2, work):
+        assert max(map(difference, values, expected)) <= 1e-10
+
+
+@pytest.mark.parametrize("way", ["average momentum", "bmuf", "gradient"])
+def test_a_checkpoint_holds_whole_models(way: str, tmp_path: Path) -> None:
+    """Amid an epoch: the same stages resume to the same bits, other layouts to rounding."""
+
+    def interrupted(groups: Groups) -> None:
+        with pytest.raises(TrainingInterrupted):
+            train_to_end(trainer_of(groups, way, checkpoints=StopAfter(tmp_path / "x", groups, 4)))
+
+    undisturbed = on(2, 1, 2, lambda groups: outcome(trainer_of(groups, way)))[0]
+    on(2, 1, 2, interrupted)
+    for columns, stages in ((1, 2), (1, 1), (2, 2), (2, 1)):
+        copy = tmp_path / f"{columns} {stages}"
+        shutil.copytree(tmp_path / "x", copy)
+        found = on(2, columns, stages, lambda groups, c=copy: resumed(groups, c, way))  # type: ignore[misc]
+        for parameters, figures in found:
+            if (columns, stages) == (1, 2):
+                assert torch.equal(parameters, undisturbed[0])
+                assert figures == undisturbed[1][-len(figures) :]
+            assert (parameters - undisturbed[0]).abs().max() <= 1e-5 * undisturbed[0].abs().max()
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("arithmetic", [Float32(), BFloat16(torch.device("cpu"))])
+def test_an_evaluation_is_that_of_one_worker(arithmetic: Float32, stages: int) -> None:
+    """In bf16 the last product is in float32, also where the last stage has no other."""
+    whole = new_network(*SHAPE[:1], 2, *SHAPE[2:])
+    ((x, labels),) = minibatches(whole, 1, 64)
+
+    def loss_of(network: Network) -> Tensor:
+        workspace = evaluation_workspace(network, 64, arithmetic)
+        objective = CrossEntropy(workspace)
+        if not workspace.receives:
+            workspace.x.copy_(x)
+        sums = objective(workspace.forward(), Batch(workspace.x, labels), workspace.derivative)
+        workspace.wait()
+        return network.partition.of_last_stage(torch.stack([*sums]))
+
+    for found in on_layout(1, stages, whole, loss_of):
+        torch.testing.assert_close(found, loss_of(whole), rtol=1e-6, atol=0.0)
+
+
+def test_what_no_pipeline_can_be() -> None:
+    def work(comm: Communicator) -> None:
+        groups, layers = Groups.split(comm, 1, 3), mlp_layers(6, 1, 8, 2)
+        with pytest.raises(RecipeError, match="3 found, expected at most 2: a stage holds at least one layer"):
+            make_partition(layers, groups)
+        with pytest.raises(RecipeError, match="draws random numbers") as caught:
+            make_partition((*mlp_layers(6, 2, 8, 8), Dropout(8, 0.5), *mlp_layers(8, 0, 0, 2)), groups)
+        assert caught.value.location == "parallel.stages"
+
+    run_workers(3, work)
