@@ -506,6 +506,7 @@ def test_one_size_of_minibatch_tells_neither() -> None:
         calibrate(measured[1:])
     different = calibrate([on_a_machine(256, 1), replace(on_a_machine(128, 2), comm=1.0)])
     assert different.constants.fixed_seconds == 0.0, "several workers may differ by contention, not by the minibatch"
+    assert any("(tau = 0)" in note for note in different.assumed)
 
 
 def write_shared_run(path: Path, minibatches: int, workers: int, columns: int, seconds: float, sent: float) -> Path:
