@@ -67,7 +67,6 @@ def read_mutants(path: Path = MUTANTS) -> list[Mutant]:
 
 def run_pytest(tree: Path, words: Sequence[str], output: Path) -> None:
     """Ends this process, which has imported no module of ddnn, as `pytest WORDS` in the folder `tree`."""
-    os.setsid()
     os.chdir(tree)
     os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     sys.path[:] = [str(tree), *(path for path in sys.path if path != str(Path(__file__).parent))]
@@ -78,6 +77,14 @@ def run_pytest(tree: Path, words: Sequence[str], output: Path) -> None:
     code = int(pytest.main(["-p", "no:cacheprovider", *words]))
     sys.stdout.flush()
     os._exit(code)
+
+
+def kill_those_of(tree: Path) -> None:
+    """Kills all processes that tests in `tree` have left, by their environment: jobs are sessions of their own."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"PYTHONPATH={tree}".encode() in environment.read_bytes():
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def run_tests(mutant: Mutant | None, words: Sequence[str], seconds: float | None = TIMEOUT) -> tuple[bool, str]:
@@ -97,10 +104,11 @@ def run_tests(mutant: Mutant | None, words: Sequence[str], seconds: float | None
         process = PROCESSES.Process(target=run_pytest, args=(tree, words, output))
         process.start()
         process.join(seconds)
-        with suppress(ProcessLookupError):  # whatever the tests have left behind, too
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        if process.exitcode is None:
-            process.join()
+        ended = process.exitcode is not None
+        process.kill()
+        kill_those_of(tree)
+        process.join()
+        if not ended:
             return True, f"no end after {seconds:g} seconds"
         said = output.read_text(errors="replace") if output.exists() else ""
     if process.exitcode not in (0, 1):
