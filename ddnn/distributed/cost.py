@@ -183,12 +183,13 @@ def received_bytes(machine: Machine, layers: Sequence[Size], rows: int, layout: 
 
 
 def fisher_update_bytes(layers: Sequence[Size], columns: int) -> dict[str, float]:
-    """The same of an update of NG-SGD's Fisher matrices, with one stage: `sums` over the columns, and `results` of the worker that
-    updates a layer, to all others."""
-    share = (columns - 1) / columns
+    """The same for an update of NG-SGD's Fisher matrices, with one stage: `sums` over the columns of K, L and the norm of the
+    rows, and `results`, which the worker that updates a layer sends to all others: the factors of the update in float32, and
+    d, e, rho and two flags in float64."""
+    share, ranks = (columns - 1) / columns, [r for layer in layers for r in (layer.in_rank, layer.out_rank) if r]
     return {
-        "sums": 8 * share * sum(layer.out_rank**2 for layer in layers),
-        "results": 4.0 * sum(layer.in_rank**2 + layer.out_rank**2 for layer in layers),
+        "sums": 8 * share * sum(2 * layer.out_rank**2 + 1 for layer in layers if layer.out_rank),
+        "results": float(sum(4 * (r * r + r) + 8 * (2 * r + 3) for r in ranks)),
     }
 
 

@@ -142,8 +142,8 @@ def test_the_bytes_of_a_pipeline() -> None:
 
 def test_bytes_of_updates_of_fisher_matrices() -> None:
     updates = fisher_update_bytes(FISHER[1], 3)
-    assert updates["sums"] == pytest.approx(8 * 2 / 3 * 5 * 80**2)
-    assert updates["results"] == 4 * 5 * (20**2 + 80**2)
+    assert updates["sums"] == pytest.approx(8 * 2 / 3 * 5 * (2 * 80**2 + 1))
+    assert updates["results"] == 5 * (4 * (20**2 + 20) + 8 * 43 + 4 * (80**2 + 80) + 8 * 163)
 
 
 def test_ng_sgd_adds_thin_products_and_two_messages_of_a_stage() -> None:

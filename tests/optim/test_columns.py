@@ -12,6 +12,7 @@ from column_split import Float64, difference, minibatches, new_convnet, new_netw
 from torch import Tensor
 
 from ddnn.data.batches import Batch
+from ddnn.distributed.cost import Layout, Machine, Size, fisher_update_bytes, received_bytes
 from ddnn.nn.arithmetic import Float32, make_arithmetic
 from ddnn.nn.columns import ColumnPartition
 from ddnn.nn.network import Network, Workspace
@@ -183,16 +184,18 @@ def test_bytes_are_those_of_the_formulas(columns: int) -> None:
             found.append((spent.bytes_summed, spent.bytes_gathered))
         return found
 
-    rank, layers = 20, 4
-    always, on_update = 4 * layers * (frames * rank + frames + 1), 4 * layers * (2 * rank * rank + 1)
+    sizes = [Size(inputs, outputs, 10, 20) for inputs, outputs in ((40, 64), (64, 64), (64, 64), (64, 50))]
+    machine, layout, share = Machine(1.0, 0.0, 1.0, 0.0, 0.0), Layout(1, columns), 2 * (columns - 1) / columns
+    of_minibatch, of_update = received_bytes(machine, sizes, frames, layout), fisher_update_bytes(sizes, columns)
+    always = round((of_minibatch["projections"] + of_minibatch["norms"]) / share)
+    on_update = round(of_update["sums"] / share)
     updates = [t for t in range(1, steps) if t <= 10 or (t - 10) % options.update_period == 0]
-    results = sum(4 * (r * r + r) + 8 * (2 * r + 3) for r in (10, rank) for _ in range(layers))
     everyone = on_columns(columns, whole, work)
     for t in range(1, steps):
         summed, gathered = zip(*(found[t] for found in everyone), strict=True)
         assert set(summed) == {always + (on_update if t in updates else 0)}
         after_update = t == 1 or t - 1 in updates
-        assert sum(gathered) == (columns - 1) * (4 * frames * 3 * 64 + (results if after_update else 0))
+        assert sum(gathered) == (columns - 1) * (4 * frames * 3 * 64 + of_update["results"] * after_update)
 
 
 def bytes_held(network: Network, options: SgdOptions) -> tuple[int, int]:
