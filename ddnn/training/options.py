@@ -22,7 +22,7 @@ from ddnn.kaldi.archive import MatrixReader, read_scp
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.nn.columns import ColumnPartition
 from ddnn.nn.layer import Layer
-from ddnn.nn.layers import Affine, activation_floats, num_parameters
+from ddnn.nn.layers import activation_floats, num_parameters
 from ddnn.nn.layout import largest_stage, stage_sizes
 from ddnn.nn.network import Network, without_noise
 from ddnn.nn.partition import Partition
@@ -128,10 +128,10 @@ def affine_sizes(recipe: OptimizerConfig, layers: Sequence[Layer]) -> tuple[Size
     """What the model of cost reads of a network and its optimizer; empty where a layer is not affine."""
     options, sizes = optimizer_options(recipe), list[Size]()
     for layer in layers:
-        if not isinstance(layer, Affine):
+        if layer.gemm is None or layer.num_parameters != (layer.input_dim + 1) * layer.output_dim:
             return ()
         sides = options.sides(layer.gemm) if isinstance(options, NgSgdOptions) else ()
-        sizes.append(Size(layer.in_features, layer.out_features, *(min(rank, dim - 1) for dim, rank in sides)))
+        sizes.append(Size(layer.input_dim, layer.output_dim, *(min(rank, dim - 1) for dim, rank in sides)))
     return tuple(sizes)
 
 
