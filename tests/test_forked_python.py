@@ -111,6 +111,15 @@ def test_a_sitecustomize_and_other_settings_of_python_count(tmp_path: Path) -> N
         assert run("forked", code, env={**os.environ, name: value}).stdout == expected
 
 
+def test_programs_that_are_killed_as_they_start_leave_others_alone() -> None:
+    for attempt in range(30):
+        process = subprocess.Popen([program("forked"), "-c", "pass"])
+        time.sleep(0.02 + 0.002 * attempt)
+        process.kill()
+        process.wait()
+    assert run("forked", "import sys; print('torch' in sys.modules)").stdout == "True\n"
+
+
 def test_it_starts_at_once() -> None:
     run("forked", "pass")
     before, code = time.process_time(), "import time, torch, ddnn.training.job; print(time.process_time())"
