@@ -18,11 +18,11 @@ from ddnn.nn.objective import CrossEntropy
 WORKER = Path(__file__).with_name("dtensor_worker.py")
 
 
-def by_dtensor(folder: Path, whole: Network, x: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Loss and flat gradient of each of two workers."""
+def by_pytorch(worker: Path, folder: Path, whole: Network, x: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Loss and flat gradient of each of two processes that run the program `worker`."""
     layers = [[views["weight"], views["bias"]] for views in whole.views]
     torch.save({"x": x, "labels": labels, "layers": layers}, folder / "case.pt")
-    workers = [subprocess.Popen([forked_python(), WORKER, str(rank), folder]) for rank in range(2)]
+    workers = [subprocess.Popen([forked_python(), worker, str(rank), folder]) for rank in range(2)]
     try:
         assert [worker.wait(240) for worker in workers] == [0, 0]
     finally:
@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_those_of_dtensor(tmp_path: Path) -> None:
         workspace.backward()
         return loss, workspace.gradient(torch.empty_like(network.parameters))
 
-    expected = by_dtensor(tmp_path, whole, x, labels)
+    expected = by_pytorch(WORKER, tmp_path, whole, x, labels)
     for own, other in zip(on_columns(2, whole, work), expected, strict=True):
         for found, wanted in zip(own, other, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from column_split import Float64, difference, minibatches, new_network
 from distributed.threads import run_workers
+from nn.test_dtensor import by_pytorch
 from torch import Tensor
 from training.test_columns import WAYS, StopAfter, outcome, resumed, trainer_of
 from training.toy import train_to_end
@@ -91,6 +92,27 @@ def test_a_pipeline_trains_as_one_worker(stages: int, microbatches: int, schedul
     for values in found:
         assert len(values) == len(expected)
         assert max(map(difference, values, expected)) <= 1e-10
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize("schedule", ["fill-drain", "1f1b"])
+def test_loss_and_gradients_are_those_of_torch_distributed_pipelining(schedule: str, tmp_path: Path) -> None:
+    whole = new_network(20, 3, 33, 27, dtype=torch.float64)
+    ((x, labels),) = minibatches(whole, 1, 40)
+
+    def work(network: Network) -> tuple[Tensor, Tensor]:
+        optimizer, before = Sgd(network, SgdOptions()), network.parameters.clone()
+        step = make_eager_step(
+            *(network, MinibatchSizes(40, 40), Float64(), optimizer), schedule=schedule, microbatches=4
+        )  # type: ignore[arg-type]
+        loss, *_ = step(Batch(x, labels), 1.0)
+        return loss.double(), before - network.parameters
+
+    expected = by_pytorch(Path(__file__).with_name("pipelining_worker.py"), tmp_path, whole, x, labels)
+    expected[-1][1][-27:] *= 0.1  # the learning rate of the output layer's bias, as in nnet1
+    for (loss, change), (_, gradient) in zip(on_layout(1, 2, whole, work), expected, strict=True):
+        torch.testing.assert_close(loss, expected[-1][0], rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(change, gradient, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
