@@ -272,7 +272,7 @@ MAY_CHANGE = {
     "data.cv.transforms", "data.cv.utterances", "data.transforms", "data.feature_device", "data.loader_processes", "data.max_skipped_fraction",
     "data.train",
     "log.interval_minutes", "log.tensorboard", "parallel.cpu_threads", "parallel.gpu_transport", "parallel.hang_timeout", "parallel.max_restarts",
-    "parallel.columns", "parallel.oversubscribe_gpus", "parallel.workers",
+    "parallel.columns", "parallel.microbatches", "parallel.oversubscribe_gpus", "parallel.pipeline", "parallel.stages", "parallel.workers",
 }  # fmt: skip
 
 
