@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -17,13 +18,18 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 
-def main(rank: int, folder: Path) -> None:
+def start(rank: int, folder: Path) -> tuple[dict[str, Any], list[torch.nn.Linear], torch.nn.Sequential]:
+    """Joins the other worker; the case, its layers, and the whole network of them."""
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     case = torch.load(folder / "case.pt")
     layers = [torch.nn.Linear(*weight.shape[::-1], dtype=weight.dtype) for weight, _ in case["layers"]]
     for layer, (weight, bias) in zip(layers, case["layers"], strict=True):
         layer.load_state_dict({"weight": weight, "bias": bias})
-    model = torch.nn.Sequential(*(module for layer in layers for module in (layer, torch.nn.Sigmoid())))[:-1]
+    return case, layers, torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.Sigmoid())))[:-1]
+
+
+def main(rank: int, folder: Path) -> None:
+    case, layers, model = start(rank, folder)
     split = {str(2 * i): ColwiseParallel(output_layouts=Replicate()) for i in range(len(layers) - 1)}
     split[str(2 * len(layers) - 2)] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, init_device_mesh("cpu", (2,)), split)

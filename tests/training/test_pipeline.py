@@ -12,7 +12,7 @@ import pytest
 import torch
 from column_split import Float64, difference, minibatches, new_network
 from distributed.threads import run_workers
-from nn.test_dtensor import by_pytorch
+from nn.test_dtensor import WORKER, by_pytorch
 from torch import Tensor
 from training.test_columns import WAYS, StopAfter, outcome, resumed, trainer_of
 from training.toy import train_to_end
@@ -108,7 +108,7 @@ def test_loss_and_gradients_are_those_of_torch_distributed_pipelining(schedule: 
         loss, *_ = step(Batch(x, labels), 1.0)
         return loss.double(), before - network.parameters
 
-    expected = by_pytorch(Path(__file__).with_name("pipelining_worker.py"), tmp_path, whole, x, labels)
+    expected = by_pytorch(WORKER.with_name("pipelining_worker.py"), tmp_path, whole, x, labels)
     expected[-1][1][-27:] *= 0.1  # the learning rate of the output layer's bias, as in nnet1
     for (loss, change), (_, gradient) in zip(on_layout(1, 2, whole, work), expected, strict=True):
         torch.testing.assert_close(loss, expected[-1][0], rtol=1e-13, atol=1e-13)

@@ -12,19 +12,15 @@ import sys
 from pathlib import Path
 
 import torch
+from dtensor_worker import start
 from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 
 def main(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
-    case = torch.load(folder / "case.pt")
-    layers = [torch.nn.Linear(*weight.shape[::-1], dtype=weight.dtype) for weight, _ in case["layers"]]
-    for layer, (weight, bias) in zip(layers, case["layers"], strict=True):
-        layer.load_state_dict({"weight": weight, "bias": bias})
+    case, layers, model = start(rank, folder)
     half = len(layers) // 2
-    modules = [module for layer in layers for module in (layer, torch.nn.Sigmoid())][:-1]
-    own = torch.nn.Sequential(*(modules[2 * half :] if rank else modules[: 2 * half]))
+    own = model[2 * half :] if rank else model[: 2 * half]
     stage = PipelineStage(own, rank, 2, torch.device("cpu"))
     criterion = torch.nn.CrossEntropyLoss(reduction="sum")
     schedule, losses = ScheduleGPipe(stage, 4, loss_fn=criterion, scale_grads=False), list[torch.Tensor]()
