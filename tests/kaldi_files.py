@@ -18,6 +18,7 @@ from ddnn.kaldi.fst import ARC, Fst, check_fst, write_fst
 from ddnn.kaldi.nnet1 import Component
 from ddnn.kaldi.nnet1_file import write_nnet1
 from ddnn.kaldi.transition_model import NO_PDF, Topology, TransitionModel, read_transition_model
+from ddnn.kaldi.tree import ContextDependency
 from ddnn.synth.acoustics import write_diag_gmm
 
 
@@ -163,3 +164,42 @@ def fst_bytes(fst: Fst, kind: str = "const") -> bytes:
         is_arc[heads + word] = False
     words[is_arc] = np.frombuffer(fst.arcs.astype(ARC).tobytes(), "<i4")
     return header + words.tobytes()
+
+
+def tree_bytes(tree: ContextDependency, *, binary: bool) -> bytes:
+    """A decision tree as Kaldi writes it, byte for byte."""
+    handle = io.BytesIO()
+    writer = BasicTypeWriter(handle) if binary else TextWriter(handle)
+    end = b"" if binary else b"\n"
+
+    def write(position: int | None) -> None:
+        node = None if position is None else tree.nodes[position]
+        if node is None:
+            writer.token("NULL")
+        elif isinstance(node, int):
+            writer.token("CE")
+            writer.int32(node)
+        else:
+            writer.token("TE" if node.yes_set is None else "SE")
+            writer.int32(node.key)
+            if node.yes_set is not None:
+                writer.int32_vector(np.array(sorted(node.yes_set), np.int32))
+            elif binary:
+                handle.write(struct.pack("<BI", 252, len(node.maps)))
+            else:
+                writer.int32(len(node.maps))
+            opening, closing = "()" if node.yes_set is None else "{}"
+            writer.token(opening)
+            for child in node.maps:
+                write(child)
+            writer.token(closing)
+            handle.write(end)
+
+    writer.marker()
+    writer.token("ContextDependency")
+    writer.int32(tree.context_width)
+    writer.int32(tree.central_position)
+    writer.token("ToPdf")
+    write(len(tree.nodes) - 1)
+    writer.token("EndContextDependency")
+    return handle.getvalue()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from corpora import loop_of_words, write_model
-from kaldi_files import build_transition_model, fst_bytes, model_bytes, nnet1_bytes
+from kaldi_files import build_transition_model, fst_bytes, model_bytes, nnet1_bytes, tree_bytes
 
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
@@ -34,6 +34,7 @@ from ddnn.kaldi.nnet1 import (
     Splice,
 )
 from ddnn.kaldi.transition_model import HmmState, Topology, TransitionModel
+from ddnn.kaldi.tree import ContextDependency, EventMap
 
 RNG = np.random.default_rng(6)
 MATRICES = {f"spk{n % 2}-utt{n}": RNG.normal(size=(4 + n, 3)).astype(np.float32) for n in range(4)}
@@ -103,6 +104,13 @@ def transition_model(chain: bool) -> TransitionModel:
 def transitions(*, binary: bool, chain: bool) -> bytes:
     """A transition model alone."""
     return model_bytes(transition_model(chain), binary=binary)
+
+
+def tree(*, binary: bool) -> bytes:
+    """Three phones of one state each, one of them split by its left neighbor."""
+    split = EventMap(0, frozenset((1, 3)), (1, 2))
+    nodes = (0, 1, 2, split, 3, EventMap(1, None, (None, 0, 3, 4)))
+    return tree_bytes(ContextDependency(3, 1, nodes, 4), binary=binary)
 
 
 def network(*, binary: bool, kind: str = "sigmoid") -> bytes:

@@ -13,6 +13,7 @@ from kaldi_files import fst_bytes
 from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1_file import read_nnet1, write_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
+from ddnn.kaldi.tree import read_tree
 
 MODEL = (
     b"<TransitionModel> ",
@@ -86,12 +87,34 @@ NNET = (
 )
 
 
+TREE = (
+    b"ContextDependency ",
+    b"ToLength ",
+    b"ToPdf ",
+    b"NULL ",
+    b"CE ",
+    b"TE ",
+    b"SE ",
+    b"( ",
+    b"{ ",
+    b"\xfc",
+    b"\4",
+    b"\0B",
+)
+
+
 FST = (b"vector", b"const", b"standard", b"log", b"\xd6\xfd\xb2\x7e", b"\0\0\x80\x7f", b"\0\0\xc0\x7f", b"\xff" * 8)
 
 
 def _transitions(folder: Path) -> None:
     model = read_transition_model(folder / "final.mdl")
     assert model.num_pdfs <= 1_000_001 and model.num_phones >= 1
+
+
+def _tree(folder: Path) -> None:
+    tree = read_tree(folder / "tree")
+    for phone in range(4):
+        assert (tree.pdf((phone,) * tree.context_width, 0) or 0) < tree.num_pdfs
 
 
 def _nnet1(folder: Path) -> None:
@@ -141,6 +164,19 @@ def kaldi_targets() -> list[Target]:
             (*(seeds.transitions(binary=b, chain=c) for b in (True, False) for c in (True, False)), seeds.final_mdl()),
             (b"<TransitionModel> <Topology> " + b"<TopologyEntry> " * 5000, b"<TransitionModel>" + b" " * 60_000),
             tokens=MODEL,
+            per_byte=200,
+        ),
+        Target(
+            "decision tree",
+            "tree",
+            _tree,
+            (seeds.tree(binary=True), seeds.tree(binary=False)),
+            (
+                b"ContextDependency 3 1 ToPdf " + b"TE 0 1 ( " * 6000,
+                b"ContextDependency 3 1 ToPdf TE 0 11000 ( " + b"NULL " * 11_000 + b") EndContextDependency ",
+                b"ContextDependency 3 1 ToPdf SE 0 [ " + b"1 " * 25_000 + b"] { CE 0 CE 1 } EndContextDependency ",
+            ),
+            tokens=TREE,
             per_byte=200,
         ),
         Target(
