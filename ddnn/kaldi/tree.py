@@ -76,18 +76,19 @@ def _read_map(reader: BasicTypeReader, width: int, nodes: list[EventMap | int], 
     kind = reader.expect("NULL", "CE", "TE", "SE")
     if kind == "NULL":
         return None
-    node: EventMap | int = reader.int32("a pdf" if kind == "CE" else "a position in the window")
+    number = reader.int32("a pdf" if kind == "CE" else "a position in the window")
+    node: EventMap | int = number
     if kind != "CE":
-        if not -1 <= node < width:
-            raise reader.error(f"a position from -1 to {width - 1} in the window", str(node))
+        if not -1 <= number < width:
+            raise reader.error(f"a position from -1 to {width - 1} in the window", str(number))
         yes_set = frozenset(reader.int32_vector("a set of phones").tolist()) if kind == "SE" else None
         size = 2 if kind == "SE" else _read_size(reader)
         reader.expect("{" if kind == "SE" else "(")
         maps = tuple(_read_map(reader, width, nodes, depth + 1) for _ in range(size))
         reader.expect("}" if kind == "SE" else ")")
-        node = EventMap(node, yes_set, maps)
-    elif not 0 <= node <= MAX_PDF:
-        raise reader.error(f"a pdf from 0 to {MAX_PDF}", str(node))
+        node = EventMap(number, yes_set, maps)
+    elif not 0 <= number <= MAX_PDF:
+        raise reader.error(f"a pdf from 0 to {MAX_PDF}", str(number))
     nodes.append(node)
     return len(nodes) - 1
 
