@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ddnn.distributed.cost import partition
 from ddnn.nn.layer import Layer
-from ddnn.nn.layers import num_parameters
 
 PASS_FLOP = 400
 """Operations of matrix products in whose time a CPU makes its passes over an output of a layer and over its derivative: so many
@@ -74,12 +73,6 @@ def stage_sizes(layers: Sequence[Layer], stages: int) -> list[int]:
     costs = [(2 + (i > 0)) * layer.flop_per_frame + PASS_FLOP * layer.output_dim for i, layer in enumerate(layers)]
     blocks = partition([sum(costs[start:end]) for start, end in pairwise(bounds)], stages)
     return [bounds[block.stop] - bounds[block.start] for block in blocks]
-
-
-def largest_stage(layers: Sequence[Layer], stages: int) -> Sequence[Layer]:
-    """The layers of the stage with the most parameters."""
-    ends = list(accumulate(sizes := stage_sizes(layers, stages)))
-    return max((layers[end - size : end] for size, end in zip(sizes, ends, strict=True)), key=num_parameters)
 
 
 def stages_of(layers: Sequence[Layer], sizes: Sequence[int], columns: int = 1, granule: int = 1) -> list[list[Part]]:

@@ -111,7 +111,7 @@ def _check_hosts(workers: Sequence[Sequence[Any]], location: str | PathLike[str]
 def _memory_hint(estimate: Estimate, workers: int, available: int) -> tuple[str | None, str]:
     """The section of the recipe that does not fit into what is `available` to the workers of a host, None for the frames,
     and what to do. `estimate`: of one of these workers. The frames are divided among all workers; each has all the
-    rest."""
+    rest, or its part of a model that several share."""
     frames = sum(size for purpose, size in estimate.items() if purpose.startswith("frames"))
     model, larger = sum(estimate.values()) - frames, "machines (containers, jobs) with more memory"
     if workers * model <= available:
@@ -120,8 +120,10 @@ def _memory_hint(estimate: Estimate, workers: int, available: int) -> tuple[str 
         if "frames in float32" in estimate:
             hint += ", or data.feature_dtype: float16, which halves the frames"
         return None, hint
-    hint = f"each worker holds the whole model, {describe_bytes(model)} here, so that more workers do not help: lower "
-    hint += "model.hidden_units or model.hidden_layers (in model.layers units, filters or repeat)"
+    hint = (
+        f"each worker holds {describe_bytes(model)} for the model, so that more workers help only where they share it "
+    )
+    hint += "(parallel.columns, parallel.stages): lower model.hidden_units or model.hidden_layers (in model.layers units, filters or repeat)"
     if 2 * estimate.get("activations", 0) > model:
         hint += " or minibatch_size"
     if "momentum" in estimate:

@@ -23,7 +23,7 @@ from ddnn.kaldi.transforms import read_transform_config
 from ddnn.nn.columns import ColumnPartition
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import activation_floats, num_parameters
-from ddnn.nn.layout import largest_stage, stage_sizes
+from ddnn.nn.layout import Part, stage_sizes, stages_of
 from ddnn.nn.network import Network, without_noise
 from ddnn.nn.partition import Partition
 from ddnn.nn.stages import StagePartition
@@ -98,20 +98,27 @@ def check_layers_fit(recipe: Recipe) -> None:
         deque(hidden_layers(recipe, width * (2 * recipe.data.splice + 1)), maxlen=0)
 
 
-def make_partition(layers: Sequence[Layer], groups: Groups) -> Partition:
-    """How these workers share a network of these layers. RecipeError: it cannot be split over so many."""
-    stages, columns = groups.stage.world_size, groups.column.world_size
+def cut_network(layers: Sequence[Layer], columns: int, stages: int) -> list[list[Part]]:
+    """What each worker holds of a network of these layers, by stage and column. RecipeError: it cannot be split over so
+    many."""
     if stages > 1 and without_noise(layers) != tuple(layers):
         message = f"{stages} found, but a layer draws random numbers, which microbatches would draw otherwise"
         raise RecipeError(message, location="parallel.stages", hint="set it to 1, or do without dropout")
     key = "stages"
     try:
         sizes, key = stage_sizes(layers, stages), "columns"
-        if stages > 1:
-            return StagePartition(layers, sizes, groups)
-        return ColumnPartition(layers, groups.column) if columns > 1 else Partition()
+        return stages_of(layers, sizes, columns)
     except ValueError as error:
         raise RecipeError(str(error), location=f"parallel.{key}") from error
+
+
+def make_partition(layers: Sequence[Layer], groups: Groups) -> Partition:
+    """How these workers share a network of these layers. RecipeError: as `cut_network`."""
+    stages, columns = groups.stage.world_size, groups.column.world_size
+    sizes = [len(parts[0].layers) for parts in cut_network(layers, columns, stages)]
+    if stages > 1:
+        return StagePartition(layers, sizes, groups)
+    return ColumnPartition(layers, groups.column) if columns > 1 else Partition()
 
 
 def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> AveragingOptions:
@@ -231,16 +238,20 @@ def require_minibatch(index: UtteranceIndex, key: str, batch_size: int, shards: 
 
 
 def estimate_memory(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> TrainingMemory:
-    """What a training by this recipe needs besides its frames."""
+    """What a worker of the largest stage needs besides its frames in a training by this recipe. RecipeError: as
+    `cut_network`."""
     parallel, optimizer = recipe.parallel, optimizer_options(recipe.optimizer)
     layers, minibatch = network_layers(recipe, input_dim, num_pdfs), minibatch_sizes(recipe).end
-    of_stage, columns = largest_stage(layers, parallel.stages), parallel.columns
-    one_copy, per_frame = 4 * num_parameters(layers), 4 * activation_floats(of_stage)
-    own_copy = 4 * num_parameters(of_stage) // columns
+    columns, first, frozen, shares = parallel.columns, 0, frozen_layers(recipe, layers), []
+    for part, *_ in cut_network(layers, columns, parallel.stages):  # the first column has the most outputs
+        end = first + len(part.layers)
+        trainable = [layer for i, layer in enumerate(part.layers, first) if i not in frozen]
+        shares.append((num_parameters(part.layers), layers[first:end], trainable))
+        first = end
+    own, of_stage, trainable = max(shares, key=lambda share: share[0])
+    one_copy, own_copy, per_frame = 4 * num_parameters(layers), 4 * own, 4 * activation_floats(of_stage)
     if columns > 1:  # own outputs, and the whole inputs that were gathered
         per_frame += per_frame // columns
-    frozen = frozen_layers(recipe, layers)
-    trainable = [layer for i, layer in enumerate(layers) if i not in frozen]
     # The model before an averaging, and MPI's own copy of it; those that the strategy keeps.
     averaging_copies = 2 + 2 * parallel.overlap + STRATEGIES[parallel.strategy].copies(parallel.comm_dtype, workers)
     last, moving = recipe.schedule.average_last, recipe.schedule.moving_average_epochs is not None

@@ -30,11 +30,12 @@ from ddnn.recipe.schema import Recipe
 from ddnn.runs.metrics import read_metrics
 from ddnn.runs.rows import StartRow
 from ddnn.runs.run_dir import NullRunDir, RunDir, load_run
+from ddnn.training.data import load_data
 from ddnn.training.evaluation import evaluate
 from ddnn.training.job import Job, assemble_trainer, build_trainer, initial_model, run_training
 from ddnn.training.model_evaluation import evaluate_run
 from ddnn.training.options import data_config
-from ddnn.util.errors import DataError, UserError
+from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.system import usable_cores
 from ddnn.util.text import TERMINAL_LEVEL, terminal_level
 
@@ -158,6 +159,33 @@ def test_only_workers_that_share_a_network_check_its_gradient(recipe: Path, monk
 
         counts = run_workers(2, work)
         assert [whole.num_parameters for whole in checked] == ([] if columns == 1 else [sum(counts)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["parallel.columns=4"], "4 found, expected at most 3: layer 2 has 3 outputs"),
+        (
+            ["parallel.stages=2", "model.layers=[{affine: 8}, {dropout: 0.5}]"],
+            "2 found, but a layer draws random numbers",
+        ),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused_before_features_are_read(
+    recipe: Path, tmp_path: Path, settings: list[str], message: str, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.append("parallel.workers=4")
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert_refused(run_cli("train", recipe, "--run-dir", tmp_path / "run", "--dry-run", *words), message)
+    split = load_recipe(recipe, settings)
+    monkeypatch.setattr("ddnn.data.source.DataSource.load", None)
+
+    def work(comm: Communicator) -> None:
+        with pytest.raises(RecipeError) as caught:
+            load_data(split, torch.device("cpu"), Groups.split(comm, split.parallel.columns, split.parallel.stages))
+        assert message in str(caught.value) and caught.value.location == settings[0].partition("=")[0]
+
+    run_workers(4, work)
 
 
 def test_cross_validation_data_of_its_own(recipe: Path, tmp_path: Path) -> None:

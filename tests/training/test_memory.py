@@ -107,6 +107,22 @@ def test_sizes() -> None:
     assert estimate_memory(recipe(model={**SWBD, "hidden_units": 4096}), 440, 8806, 1).gpu > on_gpu
 
 
+def test_columns_and_stages_divide_what_a_worker_needs() -> None:
+    """Of Fisher matrices a worker has all of a layer's input and its own outputs of the derivative's, in float32 four times."""
+    settings = {"optimizer": {"name": "ng-sgd", "rank_in": 20, "rank_out": 80}, "minibatch_size": 1}
+    needed = {}
+    for columns, stages in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        split = {**settings, "parallel": {"columns": columns, "stages": stages}}
+        split["model"] = {"hidden_layers": 3, "hidden_units": 512}
+        needed[columns, stages] = estimate_memory(recipe(**split), 440, 512, 1).cpu["natural gradient"]
+    inputs, frames = (441, 513, 513, 513), (440, 512, 512, 512)
+    for (columns, stages), found in needed.items():
+        first = 0 if stages == 1 else 2  # 2 | 2 layers, of which the upper two have more parameters
+        matrices = sum(16 * (20 * inputs[i] + 80 * 512 // columns) for i in range(first, 4))
+        rows = 4 * (sum(frames[first:]) + 512 // columns + (4 - first) * 2 * 100)
+        assert found == matrices + rows, (columns, stages)
+
+
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="no /proc here")
 @pytest.mark.parametrize("optimizer", ["sgd", "ng-sgd"])
 def test_a_training_takes_no_more_than_was_said(
@@ -186,8 +202,9 @@ def test_the_advice_fits_what_does_not_fit() -> None:
     assert location == "data/train" and "more workers on more machines" in hint and "float16" in hint
     assert "model.hidden_units" not in hint
     location, hint = hint_for(10, frames_in_float32=8, parameters=12)
-    assert location == "model" and "each worker holds the whole model, 12.0 GiB here" in hint
-    assert "so that more workers do not help: lower model.hidden_units or model.hidden_layers (in " in hint
+    assert location == "model" and "each worker holds 12.0 GiB for the model" in hint
+    assert "more workers help only where they share it (parallel.columns, parallel.stages): lower model." in hint
+    assert "lower model.hidden_units or model.hidden_layers (in " in hint
     assert "model.layers units, filters or repeat), or use machines" in hint
     assert not any(word in hint for word in ("float16", "utterances", "more machines", "optimizer", "minibatch_size"))
     _, hint = hint_for(10, frames_in_float16=1, parameters=5, momentum=4, natural_gradient=2)
@@ -195,7 +212,7 @@ def test_the_advice_fits_what_does_not_fit() -> None:
     _, hint = hint_for(10, parameters=2, activations=9)
     assert "or minibatch_size" in hint
     _, hint = hint_for(10, workers=3, frames_in_float32=1, parameters=4)
-    assert "each worker holds the whole model, 4.0 GiB here" in hint and "use fewer workers on each machine" in hint
+    assert "each worker holds 4.0 GiB for the model" in hint and "use fewer workers on each machine" in hint
     location, hint = hint_for(10, workers=3, frames_in_float32=2, parameters=3)
     assert location == "data/train" and "more machines with fewer workers on each" in hint and "float16" in hint
 
@@ -208,7 +225,7 @@ def test_a_model_too_large_for_memory(
     settings = ("model={hidden_layers: 6, hidden_units: 30000}", "optimizer.momentum=0.9")
     options = [word for setting in settings for word in ("--set", setting)]
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", *options)
-    assert_refused(result, "location: model", "each worker holds the whole model", "optimizer.momentum: 0")
+    assert_refused(result, "location: model", "GiB for the model, so that more workers", "optimizer.momentum: 0")
     assert "momentum 16.8 GiB" in result.stderr and "more machines" not in result.stderr
 
 
