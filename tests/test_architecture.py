@@ -30,13 +30,13 @@ TOKENS = {
     "kaldi": 21_250,
     "nn": 31_800,
     "optim": 10_700,
-    "recipe": 12_350,
+    "recipe": 12_450,
     "report": 14_450,
     "reproduce": 16_050,
     "runs": 12_750,
     "slurm": 6_600,
     "synth": 5_250,
-    "training": 37_100,
+    "training": 39_000,
     "util": 7_100,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
@@ -47,8 +47,8 @@ BUDGETS = {
     "modules over 400 lines": 13,
     "longest file": 590,
     "longest function": 55,
-    "most imports of ddnn in a file": 36,
-    "modules with one importer": 22,
+    "most imports of ddnn in a file": 37,
+    "modules with one importer": 23,
     "modules that training.trainer imports, directly or not": 68,
 }
 """What the code may be at most, by the same rule."""
