@@ -214,12 +214,12 @@ def predictions(
     granule: int = 1,
 ) -> list[Prediction]:
     """All layouts of so many workers. `rows`: frames of the minibatch of a replica. `averaging`: its seconds in a
-    minibatch. `fixed`: fields of the layout that are given. Columns are of `granule` outputs at least, microbatches of
+    minibatch. `fixed`: fields of the layout that are given; microbatches are those of a pipeline. Columns are of `granule` outputs at least, microbatches of
     `min_rows` unless their number is given."""
     result = []
     for layout in _layouts(workers, min(layer.out_features for layer in layers) // granule, len(layers), fixed or {}):
         smallest = rows / layout.microbatches
-        if smallest >= min_rows or layout.microbatches == (fixed or {}).get("microbatches", 1):
+        if smallest >= min_rows or layout.microbatches in (1, (fixed or {}).get("microbatches")):
             seconds = minibatch_seconds(machine, layers, rows, layout)
             frame = (seconds + averaging(layout)) / (layout.replicas * rows)
             memory = worker_bytes(machine, layers, rows, layout)
@@ -229,14 +229,16 @@ def predictions(
 
 
 def _layouts(workers: int, max_columns: int, max_stages: int, fixed: Mapping[str, int]) -> Iterator[Layout]:
-    """Layouts with the `fixed` fields; microbatches are powers of two up to 4 for each stage, or what is fixed."""
+    """Layouts with the `fixed` fields; microbatches of a pipeline are powers of two up to 4 for each stage, or what is
+    fixed."""
     for columns in _divisors(workers, max_columns):
         for stages in _divisors(workers // columns, max_stages):
+            layout = Layout(workers // (columns * stages), columns, stages)
             powers = [2**i for i in range((4 * stages).bit_length())] if stages > 1 else [1]
-            for microbatches in sorted({*powers, fixed.get("microbatches", 1)}):
-                layout = Layout(workers // (columns * stages), columns, stages, microbatches)
-                if all(getattr(layout, name) == value for name, value in fixed.items()):
-                    yield layout
+            if stages > 1 and "microbatches" in fixed:
+                powers = [fixed["microbatches"]]
+            if all(fixed.get(name, size) == size for name, size in layout._asdict().items() if name != "microbatches"):
+                yield from (layout._replace(microbatches=power) for power in powers)
 
 
 def _divisors(number: int, largest: int) -> list[int]:

@@ -35,21 +35,18 @@ class Groups:
     data: Communicator
 
     @classmethod
-    def data_parallel(cls, world: Communicator, hang_timeout: float | None = None) -> Groups:
+    def data_parallel(cls, world: Communicator) -> Groups:
         """Each worker is a replica by itself, so that all groups within a replica are of one worker, which sends nothing,
-        and `data` is the world. With `hang_timeout`, in seconds, a watchdog kills this worker if it hangs while others
-        wait for it."""
-        _watch(world, hang_timeout)
+        and `data` is the world."""
         alone = SingleProcess(world.host)
         return cls(world=world, replica=alone, column=alone, stage=alone, data=world)
 
     @classmethod
-    def split(cls, world: Communicator, columns: int, stages: int = 1, hang_timeout: float | None = None) -> Groups:
+    def split(cls, world: Communicator, columns: int, stages: int = 1) -> Groups:
         """Replicas of `columns` x `stages` workers, which divides the number of workers: the rank of a worker is
-        (replica x stages + stage) x columns + column. Collective; otherwise as `data_parallel`."""
+        (replica x stages + stage) x columns + column. Collective."""
         if columns == stages == 1:
-            return cls.data_parallel(world, hang_timeout)
-        _watch(world, hang_timeout)
+            return cls.data_parallel(world)
         rank, alone = world.rank, SingleProcess(world.host)
         replica, part = divmod(rank, columns * stages)
         of_replica = world.split(replica, part)
@@ -58,6 +55,8 @@ class Groups:
         return cls(world, of_replica, column, stage, data=world.split(part, replica))
 
 
-def _watch(world: Communicator, hang_timeout: float | None) -> None:
-    if hang_timeout is not None and world.world_size > 1:
+def watch(world: Communicator, hang_timeout: float) -> None:
+    """From now on a watchdog kills this worker if it hangs for `hang_timeout` seconds while others wait for it, also in
+    groups that are split from `world`."""
+    if world.world_size > 1:
         world.watchdog = Watchdog(world.rank, world.host, hang_timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -402,7 +403,7 @@ def worker_problems(recipe: Recipe) -> Iterator[Complaint]:
     """Workers that do not fill replicas; a growing minibatch that shrinks; `minibatch_scope: total` with one that the
     workers cannot share equally."""
     parallel, shared = recipe.parallel, "columns" if recipe.parallel.stages == 1 else "columns x stages"
-    total, shared_by = parallel.workers, parallel.columns * parallel.stages
+    total, shared_by = parallel.workers, math.prod(parallel.split)
     if total % shared_by:
         below = total - total % shared_by
         nearest = " or ".join(str(n) for n in (below, below + shared_by) if n)
@@ -427,10 +428,10 @@ def worker_problems(recipe: Recipe) -> Iterator[Complaint]:
 def _stages(recipe: Recipe) -> Iterator[Complaint]:
     """More stages than layers, or microbatches than frames."""
     parallel, size = recipe.parallel, recipe.minibatch_size
-    layers = sum(recipe.model.layer_counts()) + 1
-    if parallel.stages > layers and not isinstance(recipe.init, TrainedModelConfig):
+    layers, (_, stages) = sum(recipe.model.layer_counts()) + 1, parallel.split
+    if stages > layers and not isinstance(recipe.init, TrainedModelConfig):
         most = f"at most {layers}: a stage holds at least one layer"
-        yield Complaint("parallel.stages", f"{parallel.stages} found, expected {most}")
+        yield Complaint("parallel.stages", f"{stages} found, expected {most}")
     frames = (size if isinstance(size, int) else size.start) // recipe.minibatch_workers
     if parallel.microbatches and parallel.microbatches > frames > 0:
         most = f"at most {frames}, the frames of a minibatch"
@@ -489,7 +490,7 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Complaint]:
         which = f"{parallel.strategy}, which {against[parallel.strategy]}"
         yield Complaint("parallel.overlap", f"true found beside strategy: {which}; set it to false")
     for key, number in (("columns", parallel.columns), ("stages", parallel.stages)):
-        if number > 1:
+        if number != 1:
             why = "whose workers exchange in every minibatch; set one of them otherwise"
             yield Complaint("parallel.overlap", f"true found beside {key}: {number}, {why}")
     if parallel.local_momentum == "average":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -337,14 +338,16 @@ class WorkersConfig(Section):
 
     workers: Count = 1
     """Number of workers. Each is one MPI rank with its device."""
-    columns: Count = 1
+    columns: Count | Literal["auto"] = 1
     """So many workers share one network: each holds an equal part of the outputs or filters of every layer. They train on the same
     minibatches, and compute what one worker would, to rounding. `workers` is a multiple of it; models are averaged
-    among `workers` / `columns` of these replicas: docs/parallel.md."""
-    stages: Count = 1
+    among `workers` / `columns` of these replicas: docs/parallel.md. `auto`, on CPUs, for networks of affine layers: the number that
+    is predicted to be fastest, from products and messages that are timed at the start; recipe.yaml in the run dir has it."""
+    stages: Count | Literal["auto"] = 1
     """So many workers share one network as a pipeline: each holds consecutive layers, and a minibatch goes through them
     in microbatches. They compute what one worker would, to rounding. `workers` is a multiple of `columns` x `stages`,
-    of workers each layer of a stage may be split over columns too: docs/parallel.md. On CPUs, without dropout."""
+    of workers each layer of a stage may be split over columns too: docs/parallel.md. On CPUs, without dropout. `auto`: as
+    for `columns`, also the number of microbatches where it is not given."""
     microbatches: Count | None = None
     """Microbatches of a minibatch in a pipeline. Default: the most that have 64 frames each, but at most 4 for each
     stage."""
@@ -382,9 +385,15 @@ class WorkersConfig(Section):
     a measurement."""
 
     @property
+    def split(self) -> tuple[int, int]:
+        """Columns and stages; `auto` is 1 until the workers have chosen."""
+        columns, stages = (1 if number == "auto" else number for number in (self.columns, self.stages))
+        return columns, stages
+
+    @property
     def replicas(self) -> int:
         """Among how many models the data is shared."""
-        return max(1, self.workers // (self.columns * self.stages))
+        return max(1, self.workers // math.prod(self.split))
 
 
 class AveragingConfig(WorkersConfig):

@@ -26,7 +26,7 @@ from ddnn.data.pipeline import (
     TrainingData,
 )
 from ddnn.distributed.communicator import Communicator, SingleProcess
-from ddnn.distributed.groups import Groups
+from ddnn.distributed.groups import Groups, watch
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.distributed.transport import open_transport
 from ddnn.kaldi.alignments import kaldi_counts
@@ -42,6 +42,7 @@ from ddnn.runs.rows import EndReason, MetricsRow, StartRow
 from ddnn.runs.run_dir import RunDir, open_run_dir
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
 from ddnn.training import options
+from ddnn.training.auto_layout import with_layout
 from ddnn.training.data import load_data
 from ddnn.training.data_identity import DataIdentity, check_shared_data, data_identity, split_digests
 from ddnn.training.evaluation import CrossValidation, baseline_result
@@ -167,12 +168,16 @@ def open_job(
     logging.getLogger("ddnn").setLevel(min(terminal_level(), logging.INFO) if world.rank == 0 else logging.WARNING)
     only_first_worker_shows(world.rank)
     with GracefulShutdown(verbose=world.rank == 0) as shutdown:
-        groups = Groups.split(world, recipe.parallel.columns, recipe.parallel.stages, recipe.parallel.hang_timeout)
+        watch(world, recipe.parallel.hang_timeout)
         tensorboard = recipe.log.tensorboard
         run = open_run_dir(run_dir, world, kind, resume=resume, recipe=text, tensorboard=tensorboard)
         run.log_interval = 60.0 * recipe.log.interval_minutes
         try:
+            if kind == "training":
+                recipe = with_layout(recipe, device, world, run_dir if resume else None)
+                text = dump_recipe(recipe)
             chosen = assign_device(recipe, device, world)
+            groups = Groups.split(world, *recipe.parallel.split)
             with open_transport(recipe.parallel.gpu_transport, chosen, groups):
                 yield Job(recipe, text, groups, run, shutdown, chosen)
         except (TrainingInterrupted, InterruptedBeforeTraining) as stopped:
@@ -200,7 +205,7 @@ def assign_device(recipe: Recipe, device: str, world: Communicator) -> torch.dev
     chosen = choose_device(device, world.local_rank, threads=recipe.parallel.cpu_threads)
     identities = world.all_gather_object([world.rank, world.host, device_identity(chosen)])
     check_devices(identities, recipe.parallel.oversubscribe_gpus)
-    columns, stages = recipe.parallel.columns, recipe.parallel.stages
+    columns, stages = recipe.parallel.split
     for replica in (identities[first : first + columns] for first in range(0, len(identities), columns)):
         if len(hosts := list(dict.fromkeys(host for _, host, _ in replica))) > 1 and world.rank == 0:
             which = f"workers {replica[0][0]} to {replica[-1][0]} share every layer, but are on {' and '.join(hosts)}"

@@ -87,15 +87,20 @@ def check_packages(recipe: Recipe) -> None:
 def check_layers_fit(recipe: Recipe) -> None:
     """RecipeError where sizes of `model.layers` do not fit the features, by the first header of the training data. What is
     wrong with the data is left to those who read them."""
-    if recipe.model.layers is None:
-        return
-    width = None
-    with suppress(DataError), MatrixReader() as reader:
-        entries = read_scp(as_list(recipe.data.train)[0] / "feats.scp", allow_pipes=recipe.data.allow_pipes)
-        first = next((entry for entry in entries if entry.pipe is None), None)
-        width = None if first is None else model_features(recipe).width(reader.shape(first)[1])
-    if width is not None:
-        deque(hidden_layers(recipe, width * (2 * recipe.data.splice + 1)), maxlen=0)
+    with suppress(DataError):
+        if recipe.model.layers is not None and (input_dim := network_input_dim(recipe)):
+            deque(hidden_layers(recipe, input_dim), maxlen=0)
+
+
+def network_input_dim(recipe: Recipe) -> int | None:
+    """Values of a frame that the network reads, by the first header of the training data; None where commands write all of
+    them. DataError: it is damaged, or not there."""
+    entries = read_scp(as_list(recipe.data.train)[0] / "feats.scp", allow_pipes=recipe.data.allow_pipes)
+    first = next((entry for entry in entries if entry.pipe is None), None)
+    if first is None:
+        return None
+    with MatrixReader() as reader:
+        return model_features(recipe).width(reader.shape(first)[1]) * (2 * recipe.data.splice + 1)
 
 
 def cut_network(layers: Sequence[Layer], columns: int, stages: int) -> list[list[Part]]:
@@ -242,8 +247,8 @@ def estimate_memory(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int)
     `cut_network`."""
     parallel, optimizer = recipe.parallel, optimizer_options(recipe.optimizer)
     layers, minibatch = network_layers(recipe, input_dim, num_pdfs), minibatch_sizes(recipe).end
-    columns, first, frozen, shares = parallel.columns, 0, frozen_layers(recipe, layers), []
-    for part, *_ in cut_network(layers, columns, parallel.stages):  # the first column has the most outputs
+    (columns, stages), first, frozen, shares = parallel.split, 0, frozen_layers(recipe, layers), []
+    for part, *_ in cut_network(layers, columns, stages):  # the first column has the most outputs
         end = first + len(part.layers)
         trainable = [layer for i, layer in enumerate(part.layers, first) if i not in frozen]
         shares.append((num_parameters(part.layers), layers[first:end], trainable))

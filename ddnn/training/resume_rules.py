@@ -23,6 +23,8 @@ RESUMABLE = re.compile(
     r"|parallel\.(columns|cpu_threads|gpu_transport|hang_timeout|max_restarts|microbatches|oversubscribe_gpus|pipeline|stages|workers))(\..*)?"
 )
 """Keys that a resume may change. Where data has moved, `DataIdentity` says whether it is the same."""
+CHOSEN = ("precision", "parallel.columns", "parallel.stages")
+"""Keys whose `auto` is replaced by what was chosen at the start."""
 EPOCHS = {"schedule.epochs", "schedule.max_epochs"}
 """Keys that a resume may raise, unless the schedule depends on its length."""
 
@@ -37,11 +39,13 @@ Changes = Mapping[str, tuple[str, str]]  # by key its value now and before, as t
 
 
 def changed_keys(before: Mapping[str, Any], recipe: Recipe) -> Changes:
-    """The keys in which `recipe` differs from the `recipe_values` `before`, each with its value now and before. `precision:
-    auto` asks for nothing else than what was chosen before."""
+    """The keys in which `recipe` differs from the `recipe_values` `before`, each with its value now and before. `auto` asks
+    for nothing else than what was chosen before, of `parallel.stages` also how these take a minibatch."""
     now = recipe_values(recipe)
     keys = [key for key in sorted({*now, *before} - REMOVED) if now.get(key) != before.get(key)]
-    as_auto = {"precision"} if recipe.precision == "auto" else set()
+    as_auto = {key for key in CHOSEN if get_value(recipe, key) == "auto"}
+    if "parallel.stages" in as_auto:
+        as_auto |= {"parallel.microbatches", "parallel.pipeline"}
     return {key: (_as_text(key, now.get(key)), _as_text(key, before.get(key))) for key in keys if key not in as_auto}
 
 

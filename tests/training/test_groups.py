@@ -16,7 +16,7 @@ from ddnn.averaging import averager
 from ddnn.averaging.averager import Request, make_averager
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.distributed.communicator import Communicator, SingleProcess
-from ddnn.distributed.groups import Groups
+from ddnn.distributed.groups import Groups, watch
 from ddnn.distributed.watchdog import NoWatchdog
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network
@@ -168,7 +168,9 @@ def test_all_workers_average_as_often() -> None:
 
 
 def test_one_worker_is_watched_by_nobody() -> None:
-    assert type(Groups.data_parallel(SingleProcess(), hang_timeout=60.0).world.watchdog) is NoWatchdog
+    alone = SingleProcess()
+    watch(alone, 60.0)
+    assert type(Groups.data_parallel(alone).world.watchdog) is NoWatchdog
 
 
 def test_each_of_several_workers_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +179,8 @@ def test_each_of_several_workers_is_watched(monkeypatch: pytest.MonkeyPatch) -> 
             self.arguments = arguments
 
     def work(world: Communicator) -> tuple[tuple[Any, ...], bool]:
-        data = Groups.data_parallel(world, hang_timeout=60.0).data
+        watch(world, 60.0)
+        data = Groups.data_parallel(world).data
         assert isinstance(world.watchdog, Named)
         return world.watchdog.arguments, data.split(0, 0).watchdog is world.watchdog
 
