@@ -27,7 +27,7 @@ TOKENS = {
     "decoding": 9_100,
     "distributed": 13_450,
     "inspection": 6_500,
-    "kaldi": 21_250,
+    "kaldi": 24_200,
     "nn": 31_700,
     "optim": 10_700,
     "recipe": 12_450,
