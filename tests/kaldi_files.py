@@ -203,3 +203,43 @@ def tree_bytes(tree: ContextDependency, *, binary: bool) -> bytes:
     write(len(tree.nodes) - 1)
     writer.token("EndContextDependency")
     return handle.getvalue()
+
+
+State = tuple[tuple[float, float, list[int]] | None, list[tuple[int, float, float, list[int], int]]]
+"""A state of a lattice: its final costs and string, or None; arcs as (word, graph cost, acoustic cost, string, next state)."""
+
+
+def lattice_bytes(states: Sequence[State], kind: str = "compactlattice44", start: int = 0) -> bytes:
+    """A binary lattice as Kaldi writes it, without its key. `kind`: also compactlattice84, lattice4 and lattice8, whose
+    strings have at most one transition-id, and those of final weights none."""
+    compact, real = kind.startswith("compact"), "d" if "8" in kind else "f"
+    num_arcs = sum(len(arcs) for _, arcs in states)
+    parts = [struct.pack(f"<ii6si{len(kind)}s", 2125659606, 6, b"vector", len(kind), kind.encode())]
+    parts.append(struct.pack("<iiQqqq", 2, 0, 3, start if states else -1, len(states), num_arcs))
+
+    def weight(graph: float, acoustic: float, tids: list[int]) -> bytes:
+        string = struct.pack(f"<i{len(tids)}i", len(tids), *tids) if compact else b""
+        return struct.pack(f"<2{real}", graph, acoustic) + string
+
+    for final, arcs in states:
+        parts += [weight(*(final or (np.inf, np.inf, []))), struct.pack("<q", len(arcs))]
+        for word, graph, acoustic, tids, to in arcs:
+            label = word if compact else sum(tids)
+            parts += [struct.pack("<ii", label, word), weight(graph, acoustic, tids), struct.pack("<i", to)]
+    return b"".join(parts)
+
+
+def lattice_text(states: Sequence[State], compact: bool = True) -> bytes:
+    """A text lattice as Kaldi writes it, from behind the key and its space; it starts in state 0."""
+    lines = [""]
+    for state, (final, arcs) in enumerate(states):
+        for word, graph, acoustic, tids, to in arcs:
+            labels, string = (f"{word}", "," + "_".join(map(str, tids))) if compact else (f"{sum(tids)}\t{word}", "")
+            weight = "" if graph == acoustic == 0 and (not compact or not tids) else f"\t{graph!r},{acoustic!r}{string}"
+            lines.append(f"{state}\t{to}\t{labels}{weight}")
+        if final is not None:
+            graph, acoustic, tids = final
+            string = "," + "_".join(map(str, tids)) if compact else ""
+            weight = "" if graph == acoustic == 0 and not tids else f"\t{graph!r},{acoustic!r}{string}"
+            lines.append(f"{state}{weight}")
+    return ("\n".join(lines) + "\n\n").encode()

@@ -44,7 +44,7 @@ made longer, tokens cannot. A feature states what it may take before it is begun
 gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
-    "modules over 400 lines": 13,
+    "modules over 400 lines": 14,
     "longest file": 590,
     "longest function": 55,
     "most imports of ddnn in a file": 37,

@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,7 +44,10 @@ _RANGE = re.compile(r"(?::|(\d{1,10}:\d{1,10}))(?:,(?::|(\d{1,10}:\d{1,10})))?")
 # A thousand million lines: no corpus has as many utterances.
 MAX_TABLE_BYTES = 64 << 30
 _OFFSET = re.compile(r"(.+):(-?\d+)", re.DOTALL)
+# In the name no character that a shell would take for more.
+_GUNZIP = re.compile(r"gunzip -c ([\w./+=@:,%-]+\.gz)\s*\|")
 _T = TypeVar("_T")
+_Reader = TypeVar("_Reader", bound="RecordReader")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,9 @@ def read_scp(path: Path, *, allow_pipes: bool = False) -> list[ScpEntry]:
     """Reads a script file: `key path`, `key path:offset`, each also with `[first:last]` or `[first:last,first:last]`.
 
     A relative path is tried against the working directory (Kaldi's convention), then against the scp's own folder. A
-    path may contain spaces. `command |` is an error unless `allow_pipes`. DataError: the file is missing, empty or not
-    UTF-8; a line is malformed, a key occurs twice, a file does not exist; a shell command where none is allowed.
+    path may contain spaces. `gunzip -c FILE.gz |` is that file, read without a shell; any other `command |` is an error
+    unless `allow_pipes`. DataError: the file is missing, empty or not UTF-8; a line is malformed, a key occurs twice, a
+    file does not exist; a shell command where none is allowed.
     """
 
     @cache
@@ -143,7 +147,9 @@ def _parse_entry(
         if any(limits is not None and limits[0] > limits[1] for limits in (rows, columns)):
             raise error(f"the range [{text}] ends before it begins", None)
         rest = rest.strip()
-    if rest.endswith("|"):
+    if gunzip := _GUNZIP.fullmatch(rest):
+        rest = gunzip[1]
+    elif rest.endswith("|"):
         if not allow_pipes:
             hint = "add --allow-pipes (in a recipe of your own `data.allow_pipes: true`) if you wrote this scp"
             raise error(f"{rest!r} is a shell command, which is not run", hint)
@@ -208,7 +214,9 @@ def _read_key(reader: BasicTypeReader) -> str | None:
         raise MalformedRecordError(f"the utterance id {bytes(key[:60])!r} is not UTF-8") from error
 
 
-def _iterate(path: Path, read: Callable[[BasicTypeReader], _T]) -> Iterator[tuple[str, _T]]:
+def iterate_records(path: Path, read: Callable[[BasicTypeReader], _T]) -> Iterator[tuple[str, _T]]:
+    """Every (key, what `read` makes of its record) of an archive, plain or gzip. DataError: the file is missing, empty,
+    damaged or cut short; names the last complete record."""
     last, key = "no record was read", None
     reader = open_stream(path)
     with reader.stream:
@@ -230,13 +238,13 @@ def iterate_matrices(path: Path) -> Iterator[tuple[str, AnyArray]]:
     """Every (key, matrix) of an archive in its order: binary, text or gzip, each record as its header says; float32, or
     float64 where the record is double or text, (rows, columns). DataError: the file is missing, empty, damaged or cut
     short; names the last complete record."""
-    return _iterate(path, _read_matrix)
+    return iterate_records(path, _read_matrix)
 
 
 def iterate_int_vectors(path: Path) -> Iterator[tuple[str, Int32Array]]:
     """Every (key, vector) of an archive of integers, int32 (n,): binary, text (a line each) or gzip. DataError: as
     `iterate_matrices`."""
-    return _iterate(path, _read_int_vector)
+    return iterate_records(path, _read_int_vector)
 
 
 def _run_pipe(entry: ScpEntry) -> BasicTypeReader:
@@ -251,48 +259,24 @@ def _run_pipe(entry: ScpEntry) -> BasicTypeReader:
     return BasicTypeReader.from_bytes(done.stdout)
 
 
-class MatrixReader(AbstractContextManager["MatrixReader"]):
-    """Reads matrices by scp entry; keeps the last file open, as neighboring entries share an archive. A context
-    manager. One reader per thread."""
+class RecordReader:
+    """Reads records by scp entry; keeps the last file open, as neighboring entries share an archive. A context manager.
+    One reader per thread."""
 
     def __init__(self) -> None:
         self._open_file: tuple[Path, BasicTypeReader] | None = None
-        self._whole: tuple[tuple[Path, int | None], AnyArray] | None = None
+
+    def __enter__(self: _Reader) -> _Reader:
+        return self
 
     def __exit__(self, *error: object) -> None:
         if self._open_file is not None:
             self._open_file[1].stream.close()
-        self._open_file = self._whole = None
+        self._open_file = None
 
-    def shape(self, entry: ScpEntry) -> tuple[int, int]:
-        """(rows, columns) of the entry's matrix, its range applied. Reads the header alone, unless the matrix is text.
-        DataError: as `read`, but for damage that only shows in the data."""
-        header = self._read(entry, lambda reader: reader.matrix_header() if reader.read_marker() else None)
-        whole = self._read_whole(entry).shape if header is None else (header.rows, header.columns)
-        rows, columns = _ranges(entry, whole)
-        return rows.stop - rows.start, columns.stop - columns.start
-
-    def read(self, entry: ScpEntry, dtype: DTypeLike = np.float32) -> AnyArray:
-        """The entry's matrix, `dtype` (rows, columns), C-contiguous, its range applied. NaN and Inf are not looked for.
-        DataError: the file cannot be read, the offset is past its end, the record is damaged or cut short or no matrix,
-        the range goes past the matrix; a command failed."""
-        whole = self._read_whole(entry)
-        if entry.rows is not None or entry.columns is not None:
-            whole = whole[_ranges(entry, whole.shape)].copy()
-        # A double too large for a float becomes Inf, which check_finite finds; NaN may be of the kind that signals.
-        with np.errstate(over="ignore", invalid="ignore"):
-            return whole.astype(dtype, "C", copy=not whole.flags.writeable)
-
-    def _read_whole(self, entry: ScpEntry) -> AnyArray:
-        """The matrix before its range is applied; kept, as the segments of a recording follow each other."""
-        if entry.path is None or (entry.rows is None and entry.columns is None):
-            return self._read(entry, _read_matrix)
-        place = (entry.path, entry.offset)
-        if self._whole is None or self._whole[0] != place:
-            self._whole = (place, self._read(entry, _read_matrix))
-        return self._whole[1]
-
-    def _read(self, entry: ScpEntry, read: Callable[[BasicTypeReader], _T]) -> _T:
+    def read_record(self, entry: ScpEntry, read: Callable[[BasicTypeReader], _T]) -> _T:
+        """What `read` makes of the entry's record. DataError: the file cannot be read, the offset is past its end, the
+        record is damaged or cut short, a command failed."""
         try:
             reader = _run_pipe(entry) if entry.path is None else self._open(entry.path)
             if entry.path is not None:
@@ -319,6 +303,46 @@ class MatrixReader(AbstractContextManager["MatrixReader"]):
             except DataError as error:
                 raise MalformedRecordError(error.message) from error
         return self._open_file[1]
+
+
+class MatrixReader(RecordReader):
+    """Reads matrices by scp entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole: tuple[tuple[Path, int | None], AnyArray] | None = None
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
+        self._whole = None
+
+    def shape(self, entry: ScpEntry) -> tuple[int, int]:
+        """(rows, columns) of the entry's matrix, its range applied. Reads the header alone, unless the matrix is text.
+        DataError: as `read`, but for damage that only shows in the data."""
+        header = self.read_record(entry, lambda reader: reader.matrix_header() if reader.read_marker() else None)
+        whole = self._read_whole(entry).shape if header is None else (header.rows, header.columns)
+        rows, columns = _ranges(entry, whole)
+        return rows.stop - rows.start, columns.stop - columns.start
+
+    def read(self, entry: ScpEntry, dtype: DTypeLike = np.float32) -> AnyArray:
+        """The entry's matrix, `dtype` (rows, columns), C-contiguous, its range applied. NaN and Inf are not looked for.
+        DataError: the file cannot be read, the offset is past its end, the record is damaged or cut short or no matrix,
+        the range goes past the matrix; a command failed."""
+        whole = self._read_whole(entry)
+        if entry.rows is not None or entry.columns is not None:
+            whole = whole[_ranges(entry, whole.shape)].copy()
+        # A double too large for a float becomes Inf, which check_finite finds; NaN may be of the kind that signals.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return whole.astype(dtype, "C", copy=not whole.flags.writeable)
+
+    def _read_whole(self, entry: ScpEntry) -> AnyArray:
+        """The matrix before its range is applied; kept, as the segments of a recording follow each other."""
+        if entry.path is None or (entry.rows is None and entry.columns is None):
+            return self.read_record(entry, _read_matrix)
+        place = (entry.path, entry.offset)
+        if self._whole is None or self._whole[0] != place:
+            self._whole = (place, self.read_record(entry, _read_matrix))
+        return self._whole[1]
 
 
 def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:
@@ -376,10 +400,16 @@ def write_matrices(
     becomes double (DM), everything else float (FM); `compress`: lossily, as `copy-feats --compress=true` does with this
     --compression-method. `relative`: the scp names the archive relative to its own folder. UserError: the files cannot
     be written. DataError: a matrix that is to be compressed is not finite."""
+    write_table(ark, scp, lambda handle: write_records(handle, items, ark, compress), relative=relative)
+
+
+def write_table(ark: Path, scp: Path, write: Callable[[BinaryIO], Iterator[str]], *, relative: bool = False) -> None:
+    """Writes an archive and its scp; both appear complete or not at all. `write` writes records to a file and yields
+    each key once it is written, before what belongs to it. UserError: the files cannot be written."""
     name = os.path.relpath(ark.absolute(), scp.absolute().parent) if relative else str(ark.absolute())
     # The inner file is renamed first: an scp never names an archive that is not there.
     with atomic_write(scp) as scp_handle, atomic_write(ark) as handle:
-        lines = [f"{key} {name}:{handle.tell()}\n" for key in write_records(handle, items, ark, compress)]
+        lines = [f"{key} {name}:{handle.tell()}\n" for key in write(handle)]
         scp_handle.write("".join(lines).encode())
         scp_handle.flush()  # on a full disk this fails while neither has its name yet
 

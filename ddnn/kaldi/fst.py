@@ -23,13 +23,13 @@ ARC = np.dtype([("ilabel", "<i4"), ("olabel", "<i4"), ("weight", "<f4"), ("nexts
 _CONST_STATE = np.dtype(
     [("final", "<f4"), ("pos", "<u4"), ("narcs", "<u4"), ("niepsilons", "<u4"), ("noepsilons", "<u4")]
 )
-_MAGIC = 2125659606
+MAGIC = 2125659606
 MAX_FST_BYTES = 256 << 30
 _HAS_SYMBOLS = 3
 _IS_ALIGNED = 4
 _ALIGNMENT = 16  # bytes: kArchAlignment of OpenFst
 _EXPANDED, _ERROR = 1, 4  # property bits that hold whatever the labels are
-_NUMBERS = "<iiQqqq"  # of a header, after the two types: version, flags, properties, start, states, arcs
+HEADER_NUMBERS = "<iiQqqq"  # of a header, after the two types: version, flags, properties, start, states, arcs
 
 _DAMAGED = "the file is damaged or cut: make it again with utils/mkgraph.sh, or copy it again"
 
@@ -63,11 +63,11 @@ def _bad(message: str, hint: str = _DAMAGED) -> DataError:
 
 def _header(fst_type: str) -> bytes:
     """The beginning of a file of this FST type, up to its numbers."""
-    return struct.pack(f"<ii{len(fst_type)}si8s", _MAGIC, len(fst_type), fst_type.encode(), 8, b"standard")
+    return struct.pack(f"<ii{len(fst_type)}si8s", MAGIC, len(fst_type), fst_type.encode(), 8, b"standard")
 
 
 def _parse(data: bytes) -> Fst:
-    if data[:4] != struct.pack("<i", _MAGIC):
+    if data[:4] != struct.pack("<i", MAGIC):
         hint = "give a binary FST such as HCLG.fst; fstcompile makes one from text"
         raise _bad(f"not an OpenFst binary file: it begins with {data[:4]!r}", hint)
     header = next((header for header in map(_header, ("vector", "const")) if data.startswith(header)), None)
@@ -75,10 +75,10 @@ def _parse(data: bytes) -> Fst:
         found = ", ".join(word.decode() for word in re.findall(rb"\w{3,64}", data[4:200])[:2])
         message = f"FST type and arc type {found}: expected vector or const, standard"
         raise _bad(message, "convert it: fstconvert --fst_type=const IN OUT")
-    position = len(header) + struct.calcsize(_NUMBERS)
+    position = len(header) + struct.calcsize(HEADER_NUMBERS)
     if position > len(data):
         raise _bad(f"the FST ends within its header: {len(data)} bytes in all")
-    version, flags, properties, start, num_states, num_arcs = struct.unpack_from(_NUMBERS, data, len(header))
+    version, flags, properties, start, num_states, num_arcs = struct.unpack_from(HEADER_NUMBERS, data, len(header))
     if flags & _HAS_SYMBOLS:
         hint = "fstsymbols --clear_isymbols --clear_osymbols IN OUT"
         raise _bad("the FST carries symbol tables, which are not read", hint)
@@ -166,7 +166,7 @@ def write_fst(path: Path, fst: Fst) -> None:
     """Writes a `const` FST (version 2, no symbols, not aligned) to `path`, complete or not at all. DataError: as
     `check_fst`. UserError: it cannot be written."""
     check_fst(fst)
-    numbers = struct.pack(_NUMBERS, 2, 0, _EXPANDED, fst.start, fst.num_states, fst.num_arcs)
+    numbers = struct.pack(HEADER_NUMBERS, 2, 0, _EXPANDED, fst.start, fst.num_states, fst.num_arcs)
     states = np.zeros(fst.num_states, _CONST_STATE)
     states["final"], states["pos"], states["narcs"] = fst.final, fst.offsets[:-1], np.diff(fst.offsets)
     for field, label in (("niepsilons", "ilabel"), ("noepsilons", "olabel")):

@@ -93,7 +93,7 @@ class DataConfig(Section):
     """Processes of each worker that read the features, if these take gigabytes. Default: the usable cores, up to 8,
     divided among the workers of a host."""
     allow_pipes: bool = False
-    """Run shell commands in an scp (`gunzip -c x.gz |`). Only for data that you wrote yourself. Counts on the command
+    """Run shell commands in an scp (`ssh host cat x.mat |`). Only for data that you wrote yourself. Counts on the command
     line and in the recipe that it names, not in included files, run dirs and corpora."""
     max_skipped_fraction: Fraction = 0.05
     """Largest fraction of the utterances of a data dir that may have no alignment, or differ from it by 5 frames or more.

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import numpy as np
 from corpora import loop_of_words, write_model
-from kaldi_files import build_transition_model, fst_bytes, model_bytes, nnet1_bytes, tree_bytes
+from kaldi_files import (
+    State,
+    build_transition_model,
+    fst_bytes,
+    lattice_bytes,
+    lattice_text,
+    model_bytes,
+    nnet1_bytes,
+    tree_bytes,
+)
 
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
@@ -150,6 +159,26 @@ def front(*, binary: bool) -> bytes:
 def graph(kind: str) -> bytes:
     """A loop of three words."""
     return fst_bytes(loop_of_words(), kind)
+
+
+LATTICE: list[State] = [
+    (None, [(3, 1.0, -2.0, [1, 2], 2), (4, 1.5, -3.0, [5], 1)]),
+    (None, [(0, 0.25, -1.0, [6], 2)]),
+    ((0.5, 0.25, [7]), []),
+]
+
+
+def lattices(kind: str) -> bytes:
+    """An archive of two lattices. `kind`: an arc type, or `text` or `state-level text`."""
+    if kind.startswith("compact"):
+        record = lattice_bytes(LATTICE, kind)
+    elif kind == "text":
+        record = lattice_text(LATTICE)
+    else:
+        states: list[State] = [(None, [(1, 1.0, 2.0, [1], 1), (0, 0.0, 0.0, [], 2)]), ((0.5, 0.0, []), [])]
+        states.append((None, [(2, 0.0, 0.0, [3], 1)]))
+        record = lattice_text(states, compact=False) if "text" in kind else lattice_bytes(states, kind)
+    return b"utt1 " + record + b"utt2 " + record
 
 
 def counts(*, binary: bool) -> bytes:

@@ -16,6 +16,7 @@ from fuzz.targets_kaldi import MODEL
 from ddnn.kaldi.alignments import pdf_counts, read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import MatrixReader, iterate_int_vectors, iterate_matrices, read_scp
 from ddnn.kaldi.data_dir import apply_cmvn, read_cmvn_stats, read_data_dir, read_text, read_utt2spk
+from ddnn.kaldi.lattice import iterate_lattices, write_lattices
 from ddnn.kaldi.transforms import mismatched_options, read_transform_config, read_transforms
 from ddnn.util.errors import DataError
 
@@ -49,6 +50,8 @@ RECORD = (
 
 WIDE = 300_000
 
+LATTICES = ("compactlattice44", "compactlattice84", "lattice4", "lattice8", "text", "state-level text")
+
 
 def _by_scp(folder: Path) -> None:
     """By offsets, with ranges and without."""
@@ -66,6 +69,10 @@ def _scp_beside(folder: Path) -> None:
 def _matrices(name: str, folder: Path) -> None:
     for _ in iterate_matrices(folder / name):
         pass
+
+
+def _lattices(folder: Path) -> None:
+    write_lattices(folder / "again.ark", folder / "again.scp", list(iterate_lattices(folder / "lat.ark")))
 
 
 def _integers(name: str, folder: Path) -> None:
@@ -240,6 +247,20 @@ def table_targets() -> list[Target]:
             pack=seeds.zipped,
             tokens=RECORD,
             per_byte=3000,
+        ),
+        Target(
+            "archive of lattices",
+            "lat.ark",
+            _lattices,
+            tuple(map(seeds.lattices, LATTICES)),
+            (
+                b"a \n" + b"0 1 1\n" * 9000 + b"1\n\n",
+                b"a \n" + b"".join(b"%d %d 1\n" % (n, n + 1) for n in range(5000)) + b"5000\n\n",
+                b"a \n0 1 1 1,2," + b"1_" * 30_000 + b"1\n1\n\n",
+                b"a \n0 2147483647 1\n2147483647\n\n",
+            ),
+            tokens=(*RECORD, b"compactlattice44", b"lattice4", b"\0\0\x80\x7f", b"0,0,1_2", b"Infinity"),
+            per_byte=400,
         ),
         Target(
             "archive of integers",

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices
 from ddnn.kaldi.fst import read_fst
+from ddnn.kaldi.lattice import iterate_lattices
 from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.acoustic_model import load_model
@@ -146,6 +147,20 @@ def test_graphs_of_any_claim(
     name = kind.encode()
     header = struct.pack("<ii", 2125659606, len(name)) + name + struct.pack("<i", 8) + b"standard"
     given_or_refused(read_fst, path, header + struct.pack("<iiQqqq", version, flags, 1, start, states, arcs) + data)
+
+
+@MODEST
+@given(
+    kind=st.sampled_from([b"lattice4", b"compactlattice44", b"compactlattice84", b"lattice"]),
+    version=st.integers(1, 3),
+    start=INT64,
+    states=INT64,
+    data=BYTES,
+)
+def test_lattices_of_any_claim(path: Path, kind: bytes, version: int, start: int, states: int, data: bytes) -> None:
+    header = struct.pack("<ii", 2125659606, 6) + b"vector" + struct.pack("<i", len(kind)) + kind
+    numbers = struct.pack("<iiQqqq", version, 0, 3, start, states, 0)
+    given_or_refused(lambda x: list(iterate_lattices(x)), path, b"utt " + header + numbers + data)
 
 
 JSON = st.recursive(
