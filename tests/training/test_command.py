@@ -31,8 +31,9 @@ from ddnn.runs.metrics import read_metrics
 from ddnn.runs.rows import StartRow
 from ddnn.runs.run_dir import NullRunDir, RunDir, load_run
 from ddnn.training.data import load_data
+from ddnn.training.data_identity import DataIdentity, check_shared_data
 from ddnn.training.evaluation import evaluate
-from ddnn.training.job import Job, assemble_trainer, build_trainer, initial_model, run_training
+from ddnn.training.job import Job, assemble_trainer, assign_device, build_trainer, initial_model, run_training
 from ddnn.training.model_evaluation import evaluate_run
 from ddnn.training.options import data_config
 from ddnn.util.errors import DataError, RecipeError, UserError
@@ -186,6 +187,36 @@ def test_a_split_that_cannot_be_is_refused_before_features_are_read(
         assert message in str(caught.value) and caught.value.location == settings[0].partition("=")[0]
 
     run_workers(4, work)
+
+
+def test_workers_of_a_model_on_two_hosts_are_warned_of(recipe: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def work(comm: Communicator, columns: int) -> None:
+        comm.host = f"n{comm.rank // 2}"
+        assign_device(load_recipe(recipe, ["parallel.workers=4", f"parallel.columns={columns}"]), "cpu", comm)
+
+    run_workers(4, lambda comm: work(comm, 2))
+    assert "share every layer" not in caplog.text
+    run_workers(4, lambda comm: work(comm, 4))
+    assert caplog.text.count("workers 0 to 3 share every layer, but are on n0 and n1") == 1
+
+
+def test_workers_of_a_model_must_read_the_same_data() -> None:
+    def work(comm: Communicator, columns: int) -> None:
+        identity = DataIdentity(contents={"data.train": f"digest {comm.rank}"}, features={})
+        check_shared_data(identity, Groups.split(comm, columns))
+
+    run_workers(2, lambda comm: work(comm, 1))
+    with pytest.raises(
+        DataError, match=r"workers 0 on here and 1 on here share a model, but their data differs: data.train"
+    ):
+        run_workers(2, lambda comm: work(comm, 2))
+
+
+def test_frames_are_shared_among_models_not_workers(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    settings = ("minibatch_size=300", "parallel.workers=4", "parallel.columns=2")
+    words = [word for setting in settings for word in ("--set", setting)]
+    refused = run_cli("train", recipe, "--run-dir", tmp_path / "run", "--dry-run", *words)
+    assert_refused(refused, "of the smallest of 2 shards do not fill one minibatch of 300")
 
 
 def test_cross_validation_data_of_its_own(recipe: Path, tmp_path: Path) -> None:
