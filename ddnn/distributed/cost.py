@@ -14,6 +14,9 @@ Schedule = Literal["fill-drain", "1f1b"]
 MIN_ROWS = {"cpu": 64, "cuda": 128}
 """Rows of a microbatch at least; below, matrix products of 2048 columns lose a third of their speed on a CPU. The figure for
 GPUs is assumed."""
+PASS_FLOP = 400
+"""Operations of matrix products in whose time a CPU makes its passes over an output of a layer and over its derivative: so many
+as 140 GFLOP/s are in 24 bytes at 8 GB/s."""
 BYTES_PER_PARAMETER = 40  # parameters, gradient, momentum, Fisher states, copies of an averaging
 FIXED_BYTES = 1.5 * 2**30  # of a worker, whatever it holds: libraries, buffers of frames
 WITHIN = 1.05  # layouts that are this much slower than the fastest count as equally fast
@@ -129,10 +132,14 @@ def divide(machine: Machine, layers: Sequence[Size], rows: int, layout: Layout) 
     return seconds, partition(seconds, layout.stages)
 
 
-def minibatch_seconds(machine: Machine, layers: Sequence[Size], rows: int, layout: Layout) -> float:
-    """C: of a replica for a minibatch of `rows` frames, with its update, without averaging."""
+def minibatch_seconds(
+    machine: Machine, layers: Sequence[Size], rows: int, layout: Layout, stages: Sequence[slice] | None = None
+) -> float:
+    """C: of a replica for a minibatch of `rows` frames, with its update, without averaging. `stages`: the layers of each; None:
+    as `divide` has them."""
     size, m = machine.activation_bytes, layout.microbatches
-    seconds, stages = divide(machine, layers, rows, layout)
+    seconds, fastest = divide(machine, layers, rows, layout)
+    stages = stages or fastest
     has_fisher = layout.columns > 1 and layers[0].out_rank > 0  # then a stage has two more messages
     of_stages = [sum(seconds[stage]) + 2 * has_fisher * machine.latency for stage in stages]
     sent = [rows / m * layers[stage.start].in_features * size / layout.columns for stage in stages[1:]]

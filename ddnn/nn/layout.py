@@ -10,12 +10,8 @@ from itertools import accumulate, chain, islice, pairwise
 import torch
 from torch import Tensor
 
-from ddnn.distributed.cost import partition
+from ddnn.distributed.cost import PASS_FLOP, partition
 from ddnn.nn.layer import Layer
-
-PASS_FLOP = 400
-"""Operations of matrix products in whose time a CPU makes its passes over an output of a layer and over its derivative: so many
-as 140 GFLOP/s are in 24 bytes at 8 GB/s."""
 
 Interval = tuple[int, int]
 """First, and one beyond the last."""

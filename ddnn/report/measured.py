@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ddnn.distributed.cost import Size
+from ddnn.distributed.cost import Layout, Size
 from ddnn.recipe.section import Count, Section
 from ddnn.recipe.source import configs_folder, read_yaml, validate
 from ddnn.report.runs import Run, layout, read_run
@@ -118,9 +118,6 @@ def _of_run(run: Run) -> Measurement:
         hint = "train again with this version of ddnn"
         raise DataError(f"this run dir has no {RECIPE}", location=run.path, hint=hint)
     parallel, shape = run.recipe.parallel, layout(run)
-    if shape.stages > 1:
-        message = f"its workers share models as {shape.stages} stages, whose waiting is not told from their computing"
-        raise DataError(message, location=run.path)
     workers = shape.replicas * shape.shared_by
     rows = [row for row in run.metrics.workers if row.seconds and row.minibatches and row.frames]
     reported = Counter(row.epoch for row in rows)
@@ -138,7 +135,7 @@ def _of_run(run: Run) -> Measurement:
     frames = sum(row.frames for row in rows)
     size = round(frames / sum(row.minibatches for row in rows))
     parameters, operations, layers = _network(run, rows[0].num_parameters or 0, run.recipe.optimizer)
-    if shape.columns > 1 and not layers:
+    if shape.shared_by > 1 and not layers:
         message = "its workers share a model that is not written yet, or whose layers are not all affine"
         raise DataError(message, location=run.path, hint="predict from other runs, with --network and --layouts")
     epoch = frames / (shape.shared_by * len({row.epoch for row in rows}))
@@ -161,8 +158,21 @@ def _of_run(run: Run) -> Measurement:
         block_std=_block_std(rows),
         final_mean=averages_parameters(parallel.strategy),
         columns=shape.columns,
-        shared_comm=fmean(row.column_seconds or 0.0 for row in rows),
+        stages=shape.stages,
+        microbatches=shape.microbatches,
+        shared_comm=compute - _without_messages(rows, shape),
     )
+
+
+def _without_messages(rows: Sequence[WorkerRow], shape: Layout) -> float:
+    """Seconds of compute and data of an epoch if messages within a model took no time: stages would wait for each other alone."""
+    by_stage: defaultdict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        messages = (row.column_seconds or 0.0) + (row.pipe_seconds or 0.0)
+        busy = (row.seconds or 0.0) * ((row.compute_fraction or 0.0) + (row.data_fraction or 0.0)) - messages
+        by_stage[row.rank // shape.columns % shape.stages].append(busy)
+    stages = [fmean(busy) for busy in by_stage.values()]
+    return (sum(stages) + (shape.microbatches - 1) * max(stages)) / shape.microbatches
 
 
 def _block_std(rows: Sequence[WorkerRow]) -> float | None:

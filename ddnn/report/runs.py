@@ -155,11 +155,16 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
     final_mean = run.recipe is None or run.recipe.parallel.strategy != "gradient-all-reduce"
     sending = [row for row in metrics.workers if row.averagings and row.bytes_sent is not None]
     averagings = sum(row.averagings + final_mean for row in sending)
-    last, sharing = metrics.last_worker_rows, [row for row in metrics.workers if row.minibatches and row.column_bytes]
+    last, shape = metrics.last_worker_rows, layout(run)
+    within = [
+        ((row.column_bytes or 0) + (row.pipe_bytes or 0)) / row.minibatches
+        for row in metrics.workers
+        if row.minibatches
+    ]
     return {
         **{name: start and getattr(start, name) for name in ("date", "host", "machine", "precision", "version")},
         "workers": workers,
-        "layout": str(layout(run)),  # replicas x columns x stages
+        "layout": str(shape),  # replicas x columns x stages
         "epochs": max(
             [0, *(row.epoch for row in (*metrics.train, *metrics.cv)), *(row.epoch for row in metrics.workers)]
         ),
@@ -185,9 +190,8 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         **{name: value for share in SHARES for name, value in _spread(f"{share}_fraction", metrics.workers).items()},
         **_spread("consensus_distance", last),  # in the last epoch, before an averaging
         **_spread("column_fraction", metrics.workers),
-        "column_bytes_per_minibatch": fmean((row.column_bytes or 0) / row.minibatches for row in sharing)
-        if sharing
-        else None,
+        **_spread("bubble_share", metrics.workers),
+        "shared_bytes_per_minibatch": fmean(within) if within and shape.shared_by > 1 else None,
         "bytes_per_averaging": sum(row.bytes_sent or 0 for row in sending) / averagings if sending else None,
         "excluded_averagings": sum(row.excluded_averagings for row in metrics.workers),
     }

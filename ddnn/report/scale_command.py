@@ -222,7 +222,7 @@ def _check_of(m: Measurement, measured: Sequence[Measurement], fitted: bool, ref
     minibatch = m.job.minibatch if base is None else base.job.minibatch
     model_alone = epoch_seconds(scaled(constants, replace(constants.job, minibatch=minibatch)), m.scheme, 1)
     seconds = model_alone if base is None else _frame_seconds(base) * m.job.frames
-    if replica := fastest(constants, m.layout._asdict()) if m.columns > 1 else None:
+    if replica := fastest(constants, m.layout._asdict()) if m.layout.shared_by > 1 else None:
         constants = shared(constants, replica)
     speed_up, predicted = seconds / m.seconds, model_alone / epoch_seconds(constants, m.scheme, m.layout.replicas)
     error = predicted / speed_up - 1.0

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddnn.distributed.cost import Layout, Machine, Prediction, Size, minibatch_seconds, predictions
+from ddnn.distributed.cost import (
+    PASS_FLOP,
+    Layout,
+    Machine,
+    Prediction,
+    Size,
+    divide,
+    minibatch_seconds,
+    predictions,
+)
 from ddnn.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -103,12 +112,15 @@ _UNITS = {
     "beta": Machine(math.inf, 0.0, math.inf, 0.0, 1.0),
 }
 """Machines on which a minibatch takes one unit for each operation, product, message or byte."""
+_DIVIDES = Machine(1.0, 0.0, 24 / PASS_FLOP, 0.0, 0.0)
+"""A machine that divides layers into stages as every training does."""
 
 
 def _units(job: Job, layout: Layout) -> dict[str, float]:
     """How many of each a minibatch of a replica has."""
     machines = {name: unit._replace(activation_bytes=job.activation_bytes) for name, unit in _UNITS.items()}
-    return {name: minibatch_seconds(unit, job.layers, job.minibatch, layout) for name, unit in machines.items()}
+    stages = divide(_DIVIDES, [Size(*layer[:2]) for layer in job.layers], 1, Layout(stages=layout.stages))[1]
+    return {name: minibatch_seconds(unit, job.layers, job.minibatch, layout, stages) for name, unit in machines.items()}
 
 
 def machine(constants: Constants) -> Machine:
@@ -213,12 +225,15 @@ class Measurement:
     # standard deviation of the interval between two averagings, over time and workers; None if not known
     block_std: float | None = None
     final_mean: bool = False  # whether `comm` includes the exact mean at the end of the epoch
-    columns: int = 1  # workers that share a model
-    shared_comm: float = 0.0  # part of `compute` spent in messages to them
+    columns: int = 1  # workers that share a model, and stages of them
+    stages: int = 1
+    microbatches: int = 1
+    shared_comm: float = 0.0  # part of `compute` that messages to them take, without waiting for other stages
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.workers // self.columns, self.columns)
+        replicas = self.workers // (self.columns * self.stages)
+        return Layout(replicas, self.columns, self.stages, self.microbatches)
 
     @property
     def minibatches(self) -> float:
@@ -252,7 +267,7 @@ def calibrate(
     options = {"alpha": latency, "beta": byte_seconds}
     given = {name: value for name, value in options.items() if value is not None}
     given |= {f"{name}'": value for name, value in given.items()}
-    sharing, measured = [m for m in measured if m.columns > 1], [m for m in measured if m.columns == 1]
+    sharing, measured = ([m for m in measured if (m.layout.shared_by > 1) == several] for several in (True, False))
     if not measured:
         raise UserError("all runs have workers that share a model", hint="add a run with one worker")
     first = measured[0]
@@ -311,7 +326,7 @@ def _absent(
         absent["h"] = "only one averaging period was measured: additional time without messages is per minibatch"
     if len(sizes) < 2 + totals:
         absent["S"] = f"fewer than {2 + totals} numbers of workers were measured: the whole epoch is divided among them"
-    if not given and len({(m.job.minibatch, m.columns) for m in sharing}) == 1:
+    if not given and len({(m.job.minibatch, m.layout) for m in sharing}) == 1:
         absent["alpha'"] = (
             "messages of only one size within a model were measured: their time is in proportion to the bytes"
         )
@@ -326,9 +341,9 @@ Equation = tuple[float, float, dict[str, float]]
 
 def _equations(m: Measurement, job: Job) -> Iterator[Equation]:
     """c, g and S are those of `job`. Of workers that share a model only their messages count."""
-    if m.columns > 1:
+    if m.layout.shared_by > 1:
         units = _units(m.job, m.layout)
-        yield m.shared_comm, m.shared_comm, {f"{name}'": m.minibatches * units[name] for name in ("alpha", "beta")}
+        yield m.shared_comm, m.seconds, {f"{name}'": m.minibatches * units[name] for name in ("alpha", "beta")}
         return
     whole = m.minibatches * m.job.minibatch / job.minibatch
     divided = {"c": whole, "g": whole * (m.workers > 1), "tau": m.minibatches}

@@ -75,7 +75,7 @@ def test_figures(runs: list[Path]) -> None:
     assert [s["speed_up"] for s in (one, older)] == [None, None], "one worker has none"
     assert [s["speed_up"] for s in (two, four)] == pytest.approx([1.9, 3.8])
     assert (two["speed_up_over"], two["no_speed_up"]) == ("one", None)
-    assert [value for name, value in older.items() if name.endswith(("_mean", "_worst", "_rank"))] == [None] * 18
+    assert [value for name, value in older.items() if name.endswith(("_mean", "_worst", "_rank"))] == [None] * 21
     assert spread(one, "consensus_distance") == (None, None, None)
     assert spread(four, "compute_fraction") == (pytest.approx(0.90), pytest.approx(0.87), 3)
     assert spread(four, "wait_fraction") == (pytest.approx(0.03), pytest.approx(0.06), 3)
@@ -146,9 +146,29 @@ def test_workers_that_share_a_model(tmp_path: Path) -> None:
     assert spread(found.summaries[1], "column_fraction") == (pytest.approx(0.2), pytest.approx(0.2), 0)
     lines = [line.split() for line in found.as_text().splitlines()]
     assert [*["replicas", "x", "columns", "x", "stages"], "-", "1x2x1", "2x2x1"] in lines
-    assert [*["messages", "within", "a", "model"], "-", "20.0", "%", "20.0", "%"] in lines
+    assert [*["messages", "between", "columns"], "-", "20.0", "%", "20.0", "%"] in lines
     assert [*["bytes", "sent", "per", "minibatch", "within", "a", "model"], "-", "1,000", "1,000"] in lines
-    assert "within a model" not in report([one], None).as_text()
+    alone = report([one], None).as_text()
+    assert "within a model" not in alone and "between" not in alone
+
+
+def test_workers_that_are_stages(tmp_path: Path) -> None:
+    """Their share of time in messages, with waiting, and the bytes between columns and between stages."""
+    bubbles = {"stages": 2, "microbatches": 4, "pipe_bytes": 224_000, "averagings": 0, "bytes_sent": 0}
+    rows = rows_of(4, columns=2, column_seconds=0.31, column_bytes=112_000, **bubbles)
+    for row in rows:
+        if row["type"] == "worker":
+            row["bubble_share"] = 0.125 if row["rank"] < 2 else 0.375
+    hybrid = write_run(tmp_path / "hybrid", rows, "{workers: 4, columns: 2, stages: 2}")
+    piped = write_run(tmp_path / "piped", rows_of(2, bubble_share=0.25, **bubbles), "{workers: 2, stages: 2}")
+    found = report([hybrid, piped], None)
+    assert [summary["layout"] for summary in found.summaries] == ["1x2x2", "1x1x2"]
+    assert spread(found.summaries[0], "bubble_share") == (0.25, 0.375, 2)
+    lines = [line.split() for line in found.as_text().splitlines()]
+    assert [*["replicas", "x", "columns", "x", "stages"], "1x2x2", "1x1x2"] in lines
+    assert [*["messages", "between", "columns"], "10.0", "%", "-"] in lines
+    assert [*["messages", "between", "stages"], "25.0", "%", "25.0", "%"] in lines
+    assert [*["bytes", "sent", "per", "minibatch", "within", "a", "model"], "3,000", "2,000"] in lines
 
 
 def test_speeds_with_shared_and_growing_minibatches(tmp_path: Path) -> None:

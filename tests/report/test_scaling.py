@@ -6,7 +6,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +38,7 @@ from ddnn.report.scaling import (
     comm_seconds,
     epoch_seconds,
     expected_max_normal,
+    fastest,
     fit_not_negative,
     machine,
     scaled,
@@ -453,20 +454,25 @@ FLOPS, TAU, ALPHA, BETA = 50e9, 20e-6, 30e-6, 1 / 2e9
 
 
 def on_a_machine(
-    minibatch: int, workers: int, columns: int = 1, layers: tuple[Size, ...] = LAYERS, activation_bytes: int = 4
+    minibatch: int,
+    workers: int,
+    columns: int = 1,
+    layers: tuple[Size, ...] = LAYERS,
+    activation_bytes: int = 4,
+    stages: int = 1,
+    microbatches: int = 1,
 ) -> Measurement:
     """What a machine would have measured that is as the model has it."""
     frames, parameters = 1e6, sum(layer.parameters for layer in layers)
     job = Job(parameters, 7.5e6, minibatch, 10, frames, layers, activation_bytes)
     there = cost.Machine(FLOPS, TAU, math.inf, ALPHA, BETA, activation_bytes)
-    count = frames / minibatch * columns / workers
-    both = cost.minibatch_seconds(there, layers, minibatch, cost.Layout(columns=columns))
-    alone = cost.minibatch_seconds(
-        there._replace(latency=0, byte_seconds=0), layers, minibatch, cost.Layout(columns=columns)
-    )
+    count = frames / minibatch * columns * stages / workers
+    layout = cost.Layout(1, columns, stages, microbatches)
+    both = cost.minibatch_seconds(there, layers, minibatch, layout)
+    alone = cost.minibatch_seconds(there._replace(latency=0, byte_seconds=0), layers, minibatch, layout)
     return Measurement(
         "made up", workers, CommScheme("all-reduce"), job, count * both, 0.0, 0.0, count * both, 0.0,
-        columns=columns, shared_comm=count * (both - alone),
+        columns=columns, stages=stages, microbatches=microbatches, shared_comm=count * (both - alone),
     )  # fmt: skip
 
 
@@ -493,6 +499,24 @@ def test_two_sizes_of_minibatch_tell_what_a_product_and_a_message_cost(
     )
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_pipelines_tell_what_a_message_costs(stages: int) -> None:
+    """By the widths at the boundaries that training has; the narrow layer is at none with two stages, and the layout that is
+    predicted is the one that was measured."""
+    layers = tuple(Size(*dims) for dims in pairwise([440, 64, 512, 512, 616]))
+    pipelines = [
+        on_a_machine(n, stages, layers=layers, stages=stages, microbatches=m)
+        for n, m in ((256, 2), (256, 4), (1024, 8))
+    ]
+    measured = [*(on_a_machine(n, 1, layers=layers) for n in (256, 1024)), *pipelines]
+    calibration = calibrate(measured)
+    assert machine(calibration.constants)[3:5] == pytest.approx((ALPHA, BETA))
+    for m in pipelines:
+        constants = scaled(calibration.constants, m.job)
+        prediction = fastest(constants, m.layout._asdict())
+        assert prediction is not None and prediction.minibatch_seconds * m.minibatches == pytest.approx(m.seconds)
+
+
 def test_one_size_of_minibatch_tells_neither() -> None:
     measured = [on_a_machine(256, 1), on_a_machine(256, 2, 2)]
     calibration = calibrate(measured)
@@ -509,13 +533,21 @@ def test_one_size_of_minibatch_tells_neither() -> None:
     assert any("(tau = 0)" in note for note in different.assumed)
 
 
-def write_shared_run(path: Path, minibatches: int, workers: int, columns: int, seconds: float, sent: float) -> Path:
-    """A run of workers that share models, one epoch of 57344 frames, and its model."""
+def write_shared_run(
+    path: Path, minibatches: int, workers: int, columns: int, seconds: float, sent: float, piped: Sequence[float] = ()
+) -> Path:
+    """A run of workers that share models, one epoch of 57344 frames, and its model. `piped`: seconds in messages to other stages, of
+    each stage."""
+    shared_by = columns * (len(piped) or 1)
     rows = rows_of(
-        workers, 1, minibatches=minibatches, frames=57344 * columns // workers, seconds=seconds, columns=columns,
+        workers, 1, minibatches=minibatches, frames=57344 * shared_by // workers, seconds=seconds, columns=columns,
         num_parameters=1_329_768, compute_fraction=0.97, data_fraction=0.01, wait_fraction=0.0, comm_fraction=0.0,
         column_seconds=sent, column_bytes=1000 * minibatches, comm_seconds=0.0, averagings=0,
     )  # fmt: skip
+    for row in rows:
+        if row["type"] == "worker" and piped:
+            stage = row["rank"] // columns % len(piped)
+            row |= {"stages": len(piped), "microbatches": 4, "pipe_seconds": piped[stage]}
     run = write_run(
         path, rows, f"{{workers: {workers}, columns: {columns}}}", f"minibatch_size: {57344 // minibatches}"
     )
@@ -534,7 +566,7 @@ def test_runs_whose_workers_share_a_model_are_compared_with_the_model(tmp_path: 
     two = write_shared_run(tmp_path / "two", 224, 2, 2, 2.5, 0.6)
     (found,) = read_measured(two)
     assert (found.workers, str(found.layout), found.job.frames, found.minibatches) == (2, "1x2x1", 57344, 224)
-    assert (found.job.minibatch, found.shared_comm) == (256, 0.6)
+    assert (found.job.minibatch, found.shared_comm) == (256, pytest.approx(0.6))
     scaling = scale([one, two], ScaleOptions(workers=(1, 2), layouts="1x2x1"), None)
     (check,) = scaling.checks
     assert (check.layout, check.workers, check.measured) == ("1x2x1", 2, pytest.approx(4.0 / 2.5))
@@ -545,6 +577,27 @@ def test_runs_whose_workers_share_a_model_are_compared_with_the_model(tmp_path: 
     text = scaling.as_text()
     assert re.search(r"two +all-reduce +2 +1x2x1 +1\.60 ", text), text
     assert "its messages are as fast as those within a model" in text
+
+
+def test_what_stages_wait_for_each_other_is_told_from_their_messages(tmp_path: Path) -> None:
+    """Of 2.5 s are 2.45 computing and data, of which one stage waits 0.6 s, the other 0.8: 1.85 and 1.65 s in 4 microbatches
+    take (1.85 + 1.65 + 3 * 1.85) / 4 s one after the other."""
+    one = write_shared_run(tmp_path / "one", 224, 1, 1, 4.0, 0.0)
+    two = write_shared_run(tmp_path / "two", 224, 2, 1, 2.5, 0.0, (0.6, 0.8))
+    (found,) = read_measured(two)
+    assert found.layout == cost.Layout(1, 1, 2, 4) and found.minibatches == 224
+    assert found.shared_comm == pytest.approx(2.45 - 9.05 / 4)
+    eight = write_shared_run(tmp_path / "eight", 112, 8, 2, 2.5, 0.2, (0.4, 0.6))
+    (hybrid,) = read_measured(eight)
+    assert hybrid.layout == cost.Layout(2, 2, 2, 4) and hybrid.shared_comm == found.shared_comm
+    scaling = scale([one, two], ScaleOptions(workers=(1, 2), layouts="1x1x1,1x2x1,2x2x1,1x1x2"), None)
+    (check,) = scaling.checks
+    assert (check.layout, check.measured) == ("1x1x2", pytest.approx(4.0 / 2.5))
+    alike = next(p for p in scaling.shared if p.layout == "1x1x2" and p.microbatches == 4)
+    assert check.predicted == pytest.approx(alike.speed_ups["all-reduce"])
+    assert [p.layout for p in scaling.shared] == ["1x1x1", "1x2x1", "2x2x1", "1x1x2"]
+    assert [p["layout"] for p in scaling.as_dict()["shared"]] == [p.layout for p in scaling.shared]
+    assert re.search(r"two +all-reduce +2 +1x1x2 +1\.60 ", scaling.as_text())
 
 
 def test_a_shared_model_whose_layers_are_not_known(tmp_path: Path) -> None:
