@@ -25,7 +25,7 @@ TOKENS = {
     "cli": 5_350,
     "data": 15_650,
     "decoding": 9_100,
-    "distributed": 13_500,
+    "distributed": 13_450,
     "inspection": 6_500,
     "kaldi": 24_200,
     "nn": 31_700,
