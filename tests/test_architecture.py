@@ -28,6 +28,7 @@ TOKENS = {
     "distributed": 13_450,
     "inspection": 6_500,
     "kaldi": 24_200,
+    "lattices": 1_460,
     "nn": 31_700,
     "optim": 10_700,
     "recipe": 12_450,
@@ -48,7 +49,7 @@ BUDGETS = {
     "longest file": 590,
     "longest function": 55,
     "most imports of ddnn in a file": 37,
-    "modules with one importer": 23,
+    "modules with one importer": 24,
     "modules that training.trainer imports, directly or not": 68,
 }
 """What the code may be at most, by the same rule."""
