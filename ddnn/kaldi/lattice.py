@@ -67,7 +67,7 @@ class Lattice:
 
 
 @dataclass(frozen=True, eq=False)
-class _Arcs:
+class Arcs:
     """Arcs as they are in the file, and final weights as arcs that are `final`, whatever their destination says."""
 
     start: int
@@ -91,7 +91,7 @@ def _offsets(lengths: AnyArray) -> Int64Array:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def _read_binary(reader: BasicTypeReader) -> _Arcs:
+def _read_binary(reader: BasicTypeReader) -> Arcs:
     def take(size: int) -> bytes | bytearray:
         if not 0 <= size <= _SMALL:
             return reader.read_exact(size % _NEVER, "a string of transition-ids")
@@ -137,10 +137,10 @@ def _read_binary(reader: BasicTypeReader) -> _Arcs:
     if not compact:
         strings = (is_arc & (labels != 0)).astype(np.int64)
         tids, labels = labels[strings == 1], words[costs_at - is_arc]
-    return _Arcs(start, num_states, source, destination, ~is_arc, np.where(is_arc, labels, 0), costs, tids, strings)
+    return Arcs(start, num_states, source, destination, ~is_arc, np.where(is_arc, labels, 0), costs, tids, strings)
 
 
-def _read_text(reader: BasicTypeReader) -> _Arcs:
+def _read_text(reader: BasicTypeReader) -> Arcs:
     if line := reader.read_line().strip():
         raise MalformedRecordError(f"expected a lattice: a binary one, or a line end and its arcs; found {line[:24]!r}")
     labels, costs, tids, lengths = bytearray(), bytearray(), bytearray(), list[int]()
@@ -167,10 +167,10 @@ def _read_text(reader: BasicTypeReader) -> _Arcs:
     if len(strings) != sum(lengths) or len(values) != 2 * len(lengths) or len(np.unique(source[final])) != final.sum():
         raise MalformedRecordError("expected two costs and transition-ids with _ between, and a final weight per state")
     arcs = numbers[: len(source)], numbers[len(source) :], final, word, values.reshape(-1, 2), strings
-    return _Arcs(int(numbers[0]) if lengths else -1, len(ids_of), *arcs, np.array(lengths, np.int64))
+    return Arcs(int(numbers[0]) if lengths else -1, len(ids_of), *arcs, np.array(lengths, np.int64))
 
 
-def _check(arcs: _Arcs) -> None:
+def _check(arcs: Arcs) -> None:
     """Raises MalformedRecordError where a state, a cost or a transition-id cannot be."""
     if not 0 <= arcs.start < arcs.num_states and (arcs.start, arcs.num_states) != (-1, 0):
         raise MalformedRecordError(f"start state {arcs.start} of a lattice with {arcs.num_states} states")
@@ -207,7 +207,7 @@ def _walk(start: int, first: Int64Array, destination: Int64Array, lengths: Int64
     return np.array(times), np.array(levels)
 
 
-def _sort(arcs: _Arcs) -> Lattice:
+def sort_arcs(arcs: Arcs) -> Lattice:
     """The lattice of these arcs, without what cannot be reached."""
     _check(arcs)
     end = arcs.num_states
@@ -244,23 +244,23 @@ def _sort(arcs: _Arcs) -> Lattice:
     )
 
 
-def _parse(reader: BasicTypeReader) -> Lattice:
+def parse_lattice(reader: BasicTypeReader) -> Lattice:
     binary = not reader.stream.peek(1)[:1].isspace()
     arcs = _read_binary(reader) if binary else _read_text(reader)
     with np.errstate(over="ignore", invalid="ignore"):
-        return _sort(arcs)
+        return sort_arcs(arcs)
 
 
 def iterate_lattices(path: Path) -> Iterator[tuple[str, Lattice]]:
     """Every (utterance, lattice) of an archive, plain or gzip. DataError: the file is missing, empty, damaged or cut
     short; a lattice has a cycle, no final state that can be reached, paths of different lengths into a state or to the
     end, a state that is not there, or a cost that is NaN or -Infinity; names the last complete record."""
-    return iterate_records(path, _parse)
+    return iterate_records(path, parse_lattice)
 
 
 def read_lattice(reader: RecordReader, entry: ScpEntry) -> Lattice:
     """The lattice of an scp entry. DataError: as `iterate_lattices`."""
-    return reader.read_record(entry, _parse)
+    return reader.read_record(entry, parse_lattice)
 
 
 def _write(handle: BinaryIO, items: Iterable[tuple[str, Lattice]]) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Lattices for sequence-discriminative training."""
