@@ -28,7 +28,6 @@ _ARC_TYPES = {
 }
 """Words of four bytes of a cost, and whether arcs and final states have strings."""
 _SMALL = 1 << 16
-_NEVER = 1 << 62
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +92,8 @@ def _offsets(lengths: AnyArray) -> Int64Array:
 
 def _read_binary(reader: BasicTypeReader) -> Arcs:
     def take(size: int) -> bytes | bytearray:
-        if not 0 <= size <= _SMALL:
-            return reader.read_exact(size % _NEVER, "a string of transition-ids")
+        if size > _SMALL:
+            return reader.read_exact(size, "a string of transition-ids")
         data = reader.stream.read(size)
         if len(data) < size:
             raise MalformedRecordError(f"cut short: the lattice goes on for {size} bytes or more, {len(data)} remain")
@@ -114,6 +113,8 @@ def _read_binary(reader: BasicTypeReader) -> Arcs:
     def take_weight(before: int, behind: int) -> bytes | bytearray:
         pieces.append(take(before + weight_size))
         lengths.append(int32(pieces[-1], before + weight_size - 4)[0] if compact else 0)
+        if lengths[-1] < 0:
+            raise MalformedRecordError(f"the lattice claims a string of {lengths[-1]} transition-ids")
         pieces.append(take(4 * lengths[-1] + behind))
         return pieces[-1]
 
@@ -121,7 +122,7 @@ def _read_binary(reader: BasicTypeReader) -> Arcs:
         counts.append(int64(take_weight(0, 8), 4 * lengths[-1])[0])
         for _ in range(counts[-1]):
             take_weight(8, 4)
-    if version != 2 or flags or num_states < 0 or min([*counts, *lengths], default=0) < 0:
+    if version != 2 or flags or num_states < 0 or min(counts, default=0) < 0:
         raise MalformedRecordError(
             f"version {version}, flags {flags}, {num_states} states: expected 2, 0, no number under 0"
         )

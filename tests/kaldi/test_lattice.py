@@ -316,7 +316,9 @@ def test_lies_of_the_header(tmp_path: Path) -> None:
         (134, b"\xff" * 8, "no number under 0"),
         (86, b"\xff" * 7 + b"\x7f", "cut short"),
         (110, b"\xff\xff\xff\x7f", "cut short: a string of transition-ids takes"),
-        (110, b"\xff" * 4, "cut short|no number under 0"),
+        (110, b"\xff" * 4, "claims a string of -1 transition-ids"),
+        (82, b"\xff" * 4, "claims a string of -1 transition-ids"),
+        (82, b"\xfe\xff\xff\xff", "claims a string of -2 transition-ids"),
     ):
         path.write_bytes(b"utt " + sound[:at] + new + sound[at + len(new) :])
         with pytest.raises(DataError, match=message):
