@@ -37,7 +37,7 @@ Kind = Literal["log-likelihoods", "posteriors", "log-posteriors"]
 
 _COMMAND_LINE = re.compile(
     r"`[^`]*`|ddnn train (?P<run>'[^']*'|\S+) --resume(?: --allow-pipes)?|--(?P<option>resume=auto|resume|allow-pipes|set|as|"
-    r"run-dir|workers|device|data|alignments|by|transforms|out|layer|prior-scale|jobs|compress|acoustic-scale-from|"
+    r"run-dir|workers|device|data|alignments|by|transforms|out|layer|prior-scale|priors|jobs|compress|acoustic-scale-from|"
     r"acoustic-scale|word-insertion-penalty|frame-shift)(?![-\w])"
 )
 _ARGUMENTS = {
@@ -200,6 +200,7 @@ def decode_prep(
     kind: Kind | Literal["activations"] = "log-likelihoods",
     layer: int | None = None,
     prior_scale: float | None = None,
+    priors: Literal["class-counts", "posterior-mean"] | None = None,
     jobs: int = 1,
     compress: int = 0,
     transforms: StrPath | None = None,
@@ -216,7 +217,7 @@ def decode_prep(
 
     prepare_decoding(
         Path(run_dir), Path(data), Path(out), device, prior_scale, allow_pipes, _optional_path(transforms), kind=kind, layer=layer, jobs=jobs,
-        compress=compress,
+        compress=compress, prior_kind=priors,
     )  # fmt: skip
 
 

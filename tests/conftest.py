@@ -133,3 +133,24 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     yield run
     for handler, level in levels:  # --quiet sets that of pytest's own, which stay for the tests that follow
         handler.setLevel(level)
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, signal.Signals], None]:
+    """Sends this process a signal in the minibatch of this number, from 1; 0 for none."""
+    from ddnn.averaging.averager import Averager
+
+    after = Averager.after_minibatch
+
+    def arrange(number: int, sent: signal.Signals = signal.SIGTERM) -> None:
+        left = [number]
+
+        def counting(self: Averager, frames: int) -> bool:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), sent)
+            return after(self, frames)
+
+        monkeypatch.setattr(Averager, "after_minibatch", counting)
+
+    return arrange

@@ -19,25 +19,25 @@ PACKAGE = ROOT / "ddnn"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
-    "top": 3_300,
+    "top": 3_350,
     "averaging": 6_200,
     "bench": 4_950,
     "cli": 5_350,
-    "data": 15_650,
-    "decoding": 9_100,
+    "data": 16_050,
+    "decoding": 9_450,
     "distributed": 13_450,
     "inspection": 6_500,
-    "kaldi": 24_200,
-    "lattices": 1_460,
-    "nn": 31_700,
-    "optim": 10_700,
-    "recipe": 12_450,
+    "kaldi": 24_300,
+    "lattices": 3_900,
+    "nn": 31_750,
+    "optim": 10_900,
+    "recipe": 12_800,
     "report": 14_700,
     "reproduce": 16_050,
     "runs": 12_750,
     "slurm": 6_600,
     "synth": 5_250,
-    "training": 38_950,
+    "training": 40_750,
     "util": 7_100,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
@@ -49,7 +49,7 @@ BUDGETS = {
     "longest file": 590,
     "longest function": 55,
     "most imports of ddnn in a file": 37,
-    "modules with one importer": 24,
+    "modules with one importer": 26,
     "modules that training.trainer imports, directly or not": 68,
 }
 """What the code may be at most, by the same rule."""

@@ -276,6 +276,7 @@ def test_commands_without_output(run: Run, called: Any) -> None:
         "transforms": None,
         "kind": "log-likelihoods",
         "layer": None,
+        "prior_kind": None,
     }
     assert calls[0] == ((Path("run"), Path("d"), Path("o")), {**options, "jobs": 1, "compress": 0})
     options |= {"prior_scale": None, "kind": "activations", "layer": 1, "jobs": 3, "compress": 3}

@@ -13,6 +13,7 @@ from ddnn.recipe.schema import (
     NgSgdConfig,
     OptimizerConfig,
     ParallelConfig,
+    PassesConfig,
     PowerConfig,
     ScheduleConfig,
     SgdConfig,
@@ -28,7 +29,13 @@ def make_optimizer_config(name: str = "sgd", **keys: Any) -> OptimizerConfig:
 
 def make_schedule_config(name: str = "newbob", **keys: Any) -> ScheduleConfig:
     """`schedule`."""
-    kinds = {"newbob": NewbobConfig, "exponential": ExponentialConfig, "constant": ConstantConfig, "power": PowerConfig}
+    kinds = {
+        "newbob": NewbobConfig,
+        "exponential": ExponentialConfig,
+        "constant": ConstantConfig,
+        "power": PowerConfig,
+        "passes": PassesConfig,
+    }
     return kinds[name](**keys)
 
 

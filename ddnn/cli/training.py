@@ -204,6 +204,9 @@ def evaluate(json_: bool, **options: Any) -> None:
         default="log-likelihoods", help="What to write of each frame.")  # fmt: skip
 @option("--layer", type=IntRange(min=0), help="With --as activations: of this layer, counted from 0.")
 @option("--prior-scale", type=float, help="Scale of the log-priors that are subtracted.  [default: 1.0]")
+@option("--priors", "prior_kind", type=Choice(["class-counts", "posterior-mean"]),
+        help="What priors are made of: counts of the training alignment, or the network's posteriors on the training data, "
+             "as after sequence training.  [default: class-counts]")  # fmt: skip
 @option("--jobs", "--nj", type=IntRange(min=1), default=1, help="CPU processes that compute, a thread each.")
 @option("--compress", is_flag=True, help="Write Kaldi's compressed matrices, which lose precision (docs/kaldi.md).")
 @option("--compression-method", "method", type=Choice(["1", "2", "3", "5"]),

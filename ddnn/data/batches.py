@@ -8,7 +8,7 @@ does the same without pinning or copying.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -51,6 +51,9 @@ class Sampler(Protocol):
     def __len__(self) -> int:
         """Minibatches in an epoch."""
 
+    def num_frames(self, skip: int = 0) -> int:
+        """Frames of an epoch without its first `skip` minibatches."""
+
     def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Tensor | UtteranceRows]:
         """The dataset rows (n,) int64 of each minibatch of an epoch, without the first `skip`."""
 
@@ -66,6 +69,9 @@ class SequentialSampler:
 
     def __len__(self) -> int:
         return -(-len(self.frames) // self.batch_size)
+
+    def num_frames(self, skip: int = 0) -> int:
+        return len(self.frames) - skip * self.batch_size
 
     def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Tensor]:
         for start in range(skip * self.batch_size, len(self.frames), self.batch_size):
@@ -100,6 +106,9 @@ class ShuffledSampler:
     def __len__(self) -> int:
         return len(self.frames) // self.batch_size
 
+    def num_frames(self, skip: int = 0) -> int:
+        return (len(self) - skip) * self.batch_size
+
     def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Tensor]:
         drawn = self._drawn.pop(number, None)
         order = self._draw(number) if drawn is None else drawn.result()
@@ -117,12 +126,12 @@ class ShuffledSampler:
         self._thread, self._drawn = None, {}
 
     def _draw(self, epoch: int) -> Tensor:
-        generator = self._generator(epoch)
+        generator = _generator(self.seed, self.rank, epoch)
         if self.randomizer_size is None:
             return torch.randperm(len(self.frames), generator=generator)
         rows = self.frames.indices.cpu().numpy()
         first = np.append(np.flatnonzero(np.isin(rows, self.frames.dataset.offsets)), len(rows))  # of each utterance
-        utterances = torch.randperm(len(first) - 1, generator=self._generator(0)).numpy()
+        utterances = torch.randperm(len(first) - 1, generator=_generator(self.seed, self.rank)).numpy()
         positions = np.concatenate([np.arange(first[u], first[u + 1]) for u in utterances])
         begin = 0  # of a block; unlike Kaldi's, none keeps a rest for the next: minibatches may grow
         for end in np.cumsum(np.diff(first)[utterances]).tolist():
@@ -131,10 +140,46 @@ class ShuffledSampler:
                 positions[begin:end], begin = positions[begin:end][block], end
         return torch.from_numpy(positions)
 
-    def _generator(self, epoch: int) -> torch.Generator:
-        # torch's generator on the CPU uses the lower 32 bits of its seed alone: an odd factor keeps ranks apart in them.
-        mixed = (self.seed * 1_000_003 + epoch + self.rank * 2_654_435_761) % 2**63
-        return torch.Generator().manual_seed(mixed)
+
+class UtteranceSampler:
+    """Whole utterances, `per_minibatch` at once, in the order of `utterances`, indices in the dataset, and in all epochs the
+    same; the last minibatch may have fewer."""
+
+    def __init__(self, dataset: AcousticDataset, utterances: Sequence[int], per_minibatch: int = 1) -> None:
+        self.dataset = dataset
+        starts = range(0, len(utterances), per_minibatch)
+        self.minibatches = [tuple(utterances[start : start + per_minibatch]) for start in starts]
+        self.sizes = [int(dataset.num_frames[list(part)].sum()) for part in self.minibatches]
+        self.batch_size = max(self.sizes, default=1)
+
+    def __len__(self) -> int:
+        return len(self.minibatches)
+
+    def num_frames(self, skip: int = 0) -> int:
+        return sum(self.sizes[skip:])
+
+    def epoch(self, number: int = 0, skip: int = 0) -> Iterator[UtteranceRows]:
+        return (UtteranceRows(self.dataset.rows_of(part), part) for part in self.minibatches[skip:])
+
+    def close(self) -> None:
+        return
+
+
+def utterances_of(frames: FrameSubset) -> list[int]:
+    """Indices in the dataset, ascending, of the utterances whose first frames are among `frames`."""
+    first: list[int] = np.flatnonzero(np.isin(frames.dataset.offsets, frames.indices.cpu().numpy())).tolist()
+    return first
+
+
+def shuffled(utterances: Sequence[int], seed: int, rank: int = 0) -> list[int]:
+    """In a random order, which depends on seed and rank only."""
+    return [utterances[n] for n in torch.randperm(len(utterances), generator=_generator(seed, rank)).tolist()]
+
+
+def _generator(seed: int, rank: int, epoch: int = 0) -> torch.Generator:
+    # torch's generator on the CPU uses the lower 32 bits of its seed alone: an odd factor keeps ranks apart in them.
+    mixed = (seed * 1_000_003 + epoch + rank * 2_654_435_761) % 2**63
+    return torch.Generator().manual_seed(mixed)
 
 
 class Batch(NamedTuple):

@@ -111,10 +111,11 @@ def build_index(
     comm: Communicator | None = None,
     *,
     max_skipped_fraction: float | None = MAX_SKIPPED_FRACTION,
+    length_tolerance: int = LENGTH_TOLERANCE,
 ) -> UtteranceIndex:
     """Matches a data dir with its alignments, if any, from tables and headers; the same on every worker. Collective.
 
-    Utterances without an alignment, or whose number of frames differs by `LENGTH_TOLERANCE` or more, are skipped and
+    Utterances without an alignment, or whose number of frames differs by `length_tolerance` or more, are skipped and
     counted, up to `max_skipped_fraction` of all (None: all but one); of those that differ by less the longer side loses
     its last frames, and they are counted (nnet1's nnet-train-frmshuff). Only rank 0 reads the headers, because all
     workers at once would send hundreds of thousands of small reads each to one file server. The others check that their
@@ -126,7 +127,9 @@ def build_index(
     comm = comm or SingleProcess()
     if comm.world_size > 1:
         _check_same_tables(comm, directory, alignments)
-    summary, lengths = _match_alignments(directory, alignments) if comm.rank == 0 else (None, torch.empty(0))
+    summary, lengths = None, torch.empty(0)
+    if comm.rank == 0:
+        summary, lengths = _match_alignments(directory, alignments, length_tolerance)
     of_rank_0: dict[str, Any] = comm.all_gather_object(summary)[0]
     if comm.rank != 0:
         lengths = torch.empty(2, of_rank_0["counts"]["used"], dtype=torch.int64)
@@ -139,7 +142,9 @@ def build_index(
     return index
 
 
-def _match_alignments(directory: DataDir, alignments: Alignments | None) -> tuple[dict[str, Any], Tensor]:
+def _match_alignments(
+    directory: DataDir, alignments: Alignments | None, length_tolerance: int
+) -> tuple[dict[str, Any], Tensor]:
     """`dim`, `counts` and `mismatch` of an `UtteranceIndex`; int64 (2, utterances), which utterances can be used and their
     frames."""
     counts = Counter({"used": 0, "no_alignment": 0, "length_differs": 0, "trimmed": 0, "empty": 0})
@@ -153,7 +158,7 @@ def _match_alignments(directory: DataDir, alignments: Alignments | None) -> tupl
                     counts["no_alignment"] += 1
                     continue
                 lengths.append((entry.key, frames, len(labels)))
-                if abs(len(labels) - frames) >= LENGTH_TOLERANCE:
+                if abs(len(labels) - frames) >= length_tolerance:
                     counts["length_differs"] += 1
                     if counts["length_differs"] <= MAX_NAMED:
                         log.warning("utterance %s skipped: %d frames of features, %d of alignment", *lengths[-1])

@@ -26,7 +26,7 @@ from ddnn.data.feature_reader import (
     store_chunk,
     with_own_reader,
 )
-from ddnn.data.index import MAX_SKIPPED_FRACTION, UtteranceIndex, build_index
+from ddnn.data.index import LENGTH_TOLERANCE, MAX_SKIPPED_FRACTION, UtteranceIndex, build_index
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments
 from ddnn.kaldi.archive import MatrixReader, ScpEntry
@@ -67,6 +67,7 @@ class DataConfig:
     num_pdfs: int | None = None  # of the alignments; None: as they say themselves
     allow_pipes: bool = False  # run shell commands in an scp
     max_skipped_fraction: float | None = MAX_SKIPPED_FRACTION  # of utterances; None: all but one may be skipped
+    length_tolerance: int = LENGTH_TOLERANCE  # an utterance whose alignment differs by so many frames is skipped
     cache_dir: Path | None = None  # directory of cache files; None: none
     loader_processes: int | None = None  # how many may load for each worker; None: `default_processes`
     progress: Callable[[Sequence[ScpEntry]], Iterable[ScpEntry]] = iter  # wraps the utterances while they are read
@@ -94,7 +95,10 @@ def index_corpus(
 ) -> UtteranceIndex:
     """`build_index` of a corpus whose tables were read, with its transforms. Collective. DataError: as there; a transform
     is missing or does not fit; those of another worker's host differ, on that one."""
-    index = build_index(directory, alignments, comm, max_skipped_fraction=config.max_skipped_fraction)
+    index = build_index(
+        *(directory, alignments, comm),
+        max_skipped_fraction=config.max_skipped_fraction, length_tolerance=config.length_tolerance,
+    )  # fmt: skip
     if corpus.transforms is None or config.features.transforms is None:
         return index
     names = index.utterances, index.speakers

@@ -12,15 +12,16 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.dataset import AcousticDataset
-from ddnn.kaldi.alignments import TRANSITION_DIGEST, read_pdf_counts, write_pdf_counts
+from ddnn.kaldi.alignments import TRANSITION_DIGEST, pdf_counts_text, read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.archive import write_matrices, write_records
 from ddnn.kaldi.nnet1_file import read_nnet1, write_nnet1
 from ddnn.kaldi.transforms import NNET_OPTIONS
@@ -38,12 +39,23 @@ from ddnn.nn.acoustic_model import (
     to_nnet1,
     transform_tensors,
 )
+from ddnn.nn.arithmetic import Float32
 from ddnn.nn.layers import num_parameters
-from ddnn.nn.network import Network
-from ddnn.nn.scorer import PRIOR_CUTOFF, ScoreKind, Scorer, log_priors, one_utterance, read_counts
+from ddnn.nn.network import Network, evaluation_workspace
+from ddnn.nn.scorer import (
+    PRIOR_CUTOFF,
+    ScoreKind,
+    Scorer,
+    forward_batches,
+    log_priors,
+    one_utterance,
+    read_counts,
+)
+from ddnn.recipe.load import load_recipe
 from ddnn.runs.run_dir import load_run
-from ddnn.runs.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, check_run_dir, model_digest, run_dir_of
+from ddnn.runs.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, RECIPE, check_run_dir, model_digest, run_dir_of
 from ddnn.training.model_evaluation import load_for_model
+from ddnn.training.options import corpora
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, ensure_directory, has_content, write_text
 from ddnn.util.pool import worker_pool
@@ -53,6 +65,9 @@ from ddnn.util.system import choose_device
 from ddnn.util.text import binary_output, environment, plural
 
 log = logging.getLogger(__name__)
+
+PriorKind = Literal["class-counts", "posterior-mean"]
+PRIOR_UTTERANCES = 10_000  # of a data dir, from whose posteriors priors are made
 
 
 def compute_scores(
@@ -100,25 +115,28 @@ def _rows(dataset: AcousticDataset, u: int) -> NDArray[np.float32]:
 def prepare_decoding(
     run_dir: Path, data: Path, out: Path, device: str = "auto", prior_scale: float | None = None,
     allow_pipes: bool = False, transforms: Path | None = None, *, kind: ScoreKind = "log-likelihoods", layer: int | None = None, jobs: int = 1,
-    compress: int = 0,
+    compress: int = 0, prior_kind: PriorKind | None = None,
 ) -> None:  # fmt: skip
     """Writes the network's scores of each frame of a data dir to `out`, which must not hold any yet: for kind
     log-likelihoods `loglikes.ark`, `loglikes.scp`, the counts, the model's digest and a `decode.sh`, else archive and scp alone. If `out`
-    is `-`, the archive goes to standard output. `compress`: 0, or the method of Kaldi's copy-feats. UserError: damaged input;
+    is `-`, the archive goes to standard output. `prior_kind`: what priors are made of; None: class-counts. `compress`: 0, or the method of Kaldi's copy-feats. UserError: damaged input;
     another number of pdfs in the counts, or of dims in the features, than in the model; options that do not fit."""
-    _check_options(prior_scale, kind, layer)
+    _check_options({"--prior-scale": prior_scale, "--priors": prior_kind}, kind, layer)
     target = choose_device(device)
     if jobs > 1 and target.type != "cpu":
         raise UserError("only one process computes on a GPU", location="--jobs", hint="add --device cpu, or remove it")
     model, digest, run_dir = load_run(run_dir), model_digest(run_dir), run_dir_of(run_dir)
     priors, files = None, dict[str, bytes]()
     if kind == "log-likelihoods":
-        counts = read_counts(run_dir / PDF_COUNTS, model.network.output_dim)
+        if prior_kind == "posterior-mean":
+            counts = posterior_counts(model, run_dir, target, allow_pipes=allow_pipes)
+        else:
+            counts = read_counts(run_dir / PDF_COUNTS, model.network.output_dim)
         _check_unseen(counts, run_dir, compress)
         priors = torch.from_numpy(log_priors(counts, 1.0 if prior_scale is None else prior_scale)).float().to(target)
         of_model = f"{digest or ''} {os.path.relpath(run_dir.resolve(), out.resolve())}\n"
         files = {
-            PDF_COUNTS: (run_dir / PDF_COUNTS).read_bytes(),
+            PDF_COUNTS: pdf_counts_text(counts).encode(),
             **_scripts(model),
             MODEL_DIGEST: os.fsencode(of_model),
         }
@@ -144,11 +162,36 @@ def prepare_decoding(
     log.info("%s: %s of %d utterances, %d %s", where, kind, len(dataset.utterances), model.network.output_dim, unit)
 
 
-def _check_options(prior_scale: float | None, kind: ScoreKind, layer: int | None) -> None:
-    if prior_scale is not None and kind != "log-likelihoods":
+def posterior_counts(
+    model: AcousticModel, run_dir: Path, device: torch.device, *, allow_pipes: bool = False
+) -> NDArray[np.float64]:
+    """The model's posteriors summed over the frames of up to 10,000 utterances of each data dir that the run was trained on,
+    float64 (pdfs,), as steps/nnet/make_priors.sh. DataError: the run dir has no recipe, or these data are gone."""
+    data, total = (
+        load_recipe(run_dir / RECIPE, user_supplied=False).data,
+        torch.zeros(model.network.output_dim).double(),
+    )
+    model = model.to(device)
+    for corpus in corpora(("data.train", "data.alignments"), data.train, data.alignments, data.transforms):
+        dataset = load_for_model(
+            *(model, corpus.data, None),
+            allow_pipes=allow_pipes, transforms=corpus.transforms, most=PRIOR_UTTERANCES,
+        ).to(device)  # fmt: skip
+        frames, workspace = (
+            dataset.subset(range(len(dataset.utterances))),
+            evaluation_workspace(*(model.network, EVAL_BATCH, Float32())),
+        )
+        for _, outputs in forward_batches(model, frames, workspace):
+            total += outputs.softmax(1).sum(0, dtype=torch.float64).cpu()
+    return total.numpy()
+
+
+def _check_options(of_priors: Mapping[str, float | str | None], kind: ScoreKind, layer: int | None) -> None:
+    for option in [name for name, value in of_priors.items() if value is not None and kind != "log-likelihoods"]:
         message, hint = f"nothing is subtracted from {kind}", "remove it, or write log-likelihoods"
-        raise UserError(message, location="--prior-scale", hint=hint)
-    if prior_scale is not None and not (math.isfinite(prior_scale) and prior_scale >= 0.0):
+        raise UserError(message, location=option, hint=hint)
+    prior_scale = of_priors["--prior-scale"]
+    if isinstance(prior_scale, float) and not (math.isfinite(prior_scale) and prior_scale >= 0.0):
         raise UserError(f"{prior_scale:g} found, expected a number >= 0", location="--prior-scale")
     if (layer is None) != (kind != "activations"):
         found = "not given" if layer is None else f"given with --as {kind}"

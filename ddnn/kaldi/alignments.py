@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -75,6 +75,17 @@ def _read_dir(path: Path, num_pdfs: int | None) -> Alignments:
     if not pdfs:
         raise DataError("there is no alignment in any of ali.*.gz", location=path, hint="run the alignment again")
     return Alignments(pdfs, model.num_pdfs, path)
+
+
+def read_transition_ids(path: Path, utterances: Container[str]) -> dict[str, Int32Array]:
+    """The transition-ids of an alignment dir, int32 (frames,) of each of these utterances that it has. DataError: as
+    `read_alignments`; it is an archive of pdf-ids."""
+    if not path.is_dir():
+        hint = "give the alignment dir that ddnn align or steps/nnet/align.sh has made with the network"
+        raise DataError("an alignment dir with transition-ids expected", location=path, hint=hint)
+    ids = range(1, read_transition_model(path / "final.mdl").num_transition_ids + 1)
+    records = _read_records(job_files(path, "ali.{}.gz"), "transition-id", ids, "align again with this final.mdl")
+    return {key: record for key, record in records.items() if key in utterances}
 
 
 def job_files(path: Path, name: str) -> list[Path]:
@@ -154,11 +165,15 @@ def kaldi_counts(counts: NDArray[np.integer[Any]]) -> Float64Array:
     return counts.astype(np.float64) + 0.5
 
 
+def pdf_counts_text(counts: AnyArray) -> str:
+    """` [ 5 9 0 ]`, as Kaldi's analyze-counts writes counts (nnet1's `ali_train_pdf.counts`)."""
+    words = [str(int(value)) if float(value).is_integer() else repr(value) for value in counts.tolist()]
+    return f" [ {' '.join(words)} ]\n"
+
+
 def write_pdf_counts(path: Path, counts: AnyArray) -> None:
-    """Writes ` [ 5 9 0 ]` as Kaldi's analyze-counts does (nnet1's `ali_train_pdf.counts`), complete or not at all."""
-    values = counts.tolist()
-    words = [str(int(value)) if float(value).is_integer() else repr(value) for value in values]
-    write_text(path, f" [ {' '.join(words)} ]\n")
+    """Writes `pdf_counts_text`, complete or not at all."""
+    write_text(path, pdf_counts_text(counts))
 
 
 def read_pdf_counts(path: Path) -> Float64Array:

@@ -1,1 +1,1 @@
-"""Lattices for sequence-discriminative training."""
+"""Lattices in training: forward-backward, criteria over utterances, and where lattices come from."""

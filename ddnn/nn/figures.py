@@ -37,9 +37,11 @@ class Figure:
 
 LOSS = Figure("loss", "loss", "lower")
 FRAME_ACCURACY = Figure("frame_accuracy", "frame accuracy", "higher", percent=True)
+RIGHT_FRAMES = Figure("expected_accuracy", "expected accuracy", "higher", percent=True)
+"""The expected share of frames that a lattice's paths have right; of MMI the mean posterior of the reference."""
 RECONSTRUCTION_ERROR = Figure("reconstruction_error", "reconstruction error", "lower")  # of an RBM, in rows of its own
 
-FIGURES = {figure.name: figure for figure in (LOSS, FRAME_ACCURACY)}
+FIGURES = {figure.name: figure for figure in (LOSS, FRAME_ACCURACY, RIGHT_FRAMES)}
 """All figures of all objectives, by name, in the order in which they are shown."""
 
 

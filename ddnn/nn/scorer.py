@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddnn.data.batches import EVAL_BATCH, Batch, SequentialSampler, make_batch_loader
+from ddnn.data.batches import EVAL_BATCH, Batch, Sampler, SequentialSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset
 from ddnn.kaldi.alignments import read_pdf_counts
 from ddnn.nn.acoustic_model import AcousticModel
@@ -61,9 +61,12 @@ def log_priors(counts: NDArray[np.float64], prior_scale: float = 1.0) -> NDArray
     return prior_scale * priors
 
 
-def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Workspace) -> Iterator[tuple[Batch, Tensor]]:
-    """Consecutive frames and their logits (n, pdfs), each valid until the next; as many as fit into `workspace`."""
-    sampler, kernel = SequentialSampler(frames, len(workspace.x)), workspace.arithmetic.gather_kernel
+def forward_batches(
+    model: AcousticModel, frames: FrameSubset, workspace: Workspace, sampler: Sampler | None = None
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Minibatches and their logits (n, pdfs), each valid until the next. Without `sampler` of consecutive frames, as many
+    as fit into `workspace`."""
+    sampler, kernel = sampler or SequentialSampler(frames, len(workspace.x)), workspace.arithmetic.gather_kernel
     loader = make_batch_loader(
         *(frames, model.transform, sampler),
         out=workspace.x, gather_kernel=kernel, labels_only=workspace.receives,

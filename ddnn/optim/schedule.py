@@ -143,6 +143,34 @@ class EpochSchedule(Schedule):
 
 
 @dataclass
+class Passes(EpochSchedule):
+    """The passes of a sequence training, as Kaldi nnet1's steps/nnet/train_mpe.sh: the rate is multiplied by `halving_factor`
+    after each. Training ends early where cross-validation got worse in two passes, one after the other."""
+
+    state_fields: ClassVar[tuple[str, ...]] = (*Schedule.state_fields, "last", "worse")
+
+    max_epochs: int = 4
+    halving_factor: float = 1.0
+    last: float = field(default=float("nan"), init=False)  # loss in cross-validation
+    worse: int = field(default=0, init=False)  # how many of the last passes made it worse
+
+    def factor(self, epoch: int) -> float:
+        return self.halving_factor**epoch
+
+    def initialize(self, figures: Mapping[str, float]) -> None:
+        self.last = next(iter(figures.values()))
+
+    def step(self, figures: Mapping[str, float]) -> bool:
+        accepted, before = super().step(figures), self.last
+        self.initialize(figures)
+        self.worse = self.worse + 1 if self.last > before else 0
+        if self.worse == 2:
+            self.finished = self.converged = True
+            self.end_reason = "cross-validation got worse in two passes, one after the other"
+        return accepted
+
+
+@dataclass
 class Constant(EpochSchedule):
     """The initial rate in every epoch."""
 

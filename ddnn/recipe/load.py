@@ -25,6 +25,7 @@ from ddnn.recipe.schema import (
     ParallelConfig,
     PretrainConfig,
     Recipe,
+    SequenceConfig,
     TrainedModelConfig,
 )
 from ddnn.recipe.section import MAPPING, VALUE, OptionalPaths, Section, as_list, get_value, is_given
@@ -319,6 +320,8 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     yield from (each for each in worker_problems(recipe) if recipe.parallel.workers > 1 or "workers" not in each.key)
     yield from _overlap(recipe.parallel)
     yield from _stages(recipe)
+    if recipe.criterion != "ce":
+        yield from _sequence(recipe)
 
 
 UNIFORM_KEYS = ("hidden_layers", "hidden_units", "activation")  # of `model.layers`
@@ -358,10 +361,21 @@ def unread_keys(recipe: Recipe) -> dict[str, str]:
         if pretrain.epochs is not None:
             add("pretrain", "pretrain.epochs is given", "hours", "max_epochs")
     if parallel.strategy == "gradient-all-reduce":
-        add("parallel", "gradients are averaged at every minibatch", "averaging_period")
+        add("parallel", "gradients are averaged at every minibatch", "averaging_period", "averaging_frames")
         add("parallel", "averaged gradients give every worker the same momentum", "local_momentum")
+    elif parallel.averaging_frames is not None:
+        add("parallel", "parallel.averaging_frames is given", "averaging_period")
     if parallel.warmup == "none":
         add("parallel", "parallel.warmup is none", "warmup_minibatches")
+    if isinstance(recipe.criterion, SequenceConfig):
+        of_utterances = "criterion.utterances_per_update says what an update is"
+        unread |= dict.fromkeys(("minibatch_size", "minibatch_scope", "randomizer_size"), of_utterances)
+        mmi = recipe.criterion.name == "mmi"
+        add(
+            "criterion",
+            f"criterion.name is {recipe.criterion}",
+            *(("one_silence_class",) if mmi else ("drop_frames", "boost")),
+        )
     return unread
 
 
@@ -373,7 +387,7 @@ def is_read(recipe: Recipe, key: str) -> bool:
 def _is_chosen(recipe: Recipe, key: str) -> bool:
     """Whether a recipe gives a value to a key that nothing reads, and means it."""
     section, _, last = key.rpartition(".")
-    fields = get_value(recipe, section)
+    fields = get_value(recipe, section) if section else recipe
     value = getattr(fields, last)
     if last not in fields.model_fields_set or value is None:
         return False
@@ -436,6 +450,24 @@ def _stages(recipe: Recipe) -> Iterator[Complaint]:
     if parallel.microbatches and parallel.microbatches > frames > 0:
         most = f"at most {frames}, the frames of a minibatch"
         yield Complaint("parallel.microbatches", f"{parallel.microbatches} found, expected {most}")
+
+
+def _sequence(recipe: Recipe) -> Iterator[Complaint]:
+    """What a criterion over utterances cannot have beside it."""
+    parallel, name = recipe.parallel, f"with criterion.name: {recipe.criterion}"
+    if not isinstance(recipe.init, TrainedModelConfig) or recipe.init.output_layer != "keep":
+        yield Complaint(
+            "init", f"{name} training starts from a whole network: set init.model to one trained by cross-entropy"
+        )
+    if recipe.precision == "bf16":
+        yield Complaint(
+            "precision", f"bf16 found, expected float32 {name}: log-likelihoods are summed over whole utterances"
+        )
+    for key in ("columns", "stages"):
+        if getattr(parallel, key) != 1:
+            yield Complaint(
+                f"parallel.{key}", f"{getattr(parallel, key)} found, expected 1 {name}: a worker has whole utterances"
+            )
 
 
 def _freeze(model: ModelConfig) -> Iterator[Complaint]:

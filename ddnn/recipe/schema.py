@@ -156,6 +156,43 @@ class TrainedModelConfig(Section):
         return f"from {self.model}"
 
 
+class SequenceConfig(Section):
+    """The mapping that `criterion` takes: a criterion over whole utterances and their lattices, for a network that was
+    trained by cross-entropy (`init.model`): docs/sequence.md. `data.alignments` is then an alignment dir made with this
+    network (`ddnn align`), and the defaults are those of Kaldi's `steps/nnet/train_mpe.sh` and `train_mmi.sh`."""
+
+    name: Literal["smbr", "mpfe", "mmi"]
+    """`smbr`: the expected number of frames with the right pdf; `mpfe`: with the right phone; `mmi`: maximum mutual
+    information."""
+    lattices: Paths
+    """Denominator lattices of all utterances, made with this network: a dir of `lat.*.gz` (`ddnn denlats`,
+    `steps/nnet/make_denlats.sh`), or a list of such dirs."""
+    silence_phones: Path
+    """File with the ids of the silence phones: `phones/silence.csl` of the lang dir."""
+    class_counts: Path | None = None
+    """Counts of the pdfs whose logarithms are subtracted from the network's outputs, which Kaldi has in
+    `ali_train_pdf.counts`. Default: those of the run dir of `init.model`."""
+    acoustic_scale: Positive = 0.1
+    """Factor of log-likelihoods in a lattice."""
+    lm_scale: NotNegative = 1.0
+    """Factor of graph costs in a lattice."""
+    old_acoustic_scale: NotNegative = 0.0
+    """Factor of the acoustic costs that the lattices have, to which the new ones are added."""
+    one_silence_class: bool = True
+    """sMBR and MPFE: silence for silence is right, whichever silence phone it is. `false`: silence is never right."""
+    drop_frames: bool = True
+    """MMI: frames on which the reference is not in the lattice do not count."""
+    boost: NotNegative = 0.0
+    """MMI: boosting of paths with wrong phones (0.1 is usual)."""
+    max_frames: Count = 6000
+    """Longer utterances are skipped."""
+    utterances_per_update: Count = 1
+    """Utterances of each worker whose gradients are summed in one update."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class GrowingMinibatchConfig(Section):
     """The mapping that `minibatch_size` takes: a minibatch that grows from epoch to epoch, by the same factor each time,
     in multiples of 8 frames."""
@@ -244,7 +281,7 @@ class NewbobConfig(CombinationConfig):
     """`newbob`: the learning rate is halved once the cross-validation improves only a little; epochs that make it worse
     are rejected. `exponential`: from `initial_learning_rate` to `final_learning_rate`; `power`: lr(t) =
     `initial_learning_rate` * (1 + t / `decay_epochs`)^-`exponent` after t epochs; `constant`: `initial_learning_rate`;
-    these three without rejection, for `epochs` epochs."""
+    these three without rejection, for `epochs` epochs; `passes`: of a sequence training."""
     initial_learning_rate: Positive = 0.008
     """Learning rate of the first epoch. It multiplies the SUM of the gradient over a minibatch (0.008 at minibatch size
     256 is 2.048 on the mean)."""
@@ -285,6 +322,18 @@ class ConstantConfig(CombinationConfig):
     name: Literal["constant"] = "constant"
     initial_learning_rate: Positive = 0.008
     epochs: Count = 15
+
+
+class PassesConfig(CombinationConfig):
+    """The passes of a sequence training."""
+
+    name: Literal["passes"] = "passes"
+    initial_learning_rate: Positive = 1e-5
+    epochs: Count = 4
+    """Largest number of passes; training ends earlier where cross-validation gets worse in two passes, one after the
+    other."""
+    halving_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Factor of the learning rate after each pass."""
 
 
 class PowerConfig(CombinationConfig):
@@ -356,6 +405,8 @@ class WorkersConfig(Section):
     backward in turn, which with SGD needs memory for at most `stages` of them."""
     averaging_period: Count = 10
     """Minibatches of each worker between two averagings."""
+    averaging_frames: Count | None = None
+    """Instead, frames of each worker between two averagings, to whole minibatches; for utterances, whose lengths differ."""
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"
     """Warm-up before the first epoch: `single-worker` trains rank 0 alone on its shard, at the unscaled learning rate,
     and gives its model to all workers; `all-reduce` averages after every minibatch."""
@@ -448,7 +499,7 @@ class LogConfig(Section):
 
 
 OptimizerConfig = SgdConfig | NgSgdConfig
-ScheduleConfig = NewbobConfig | ExponentialConfig | ConstantConfig | PowerConfig
+ScheduleConfig = NewbobConfig | ExponentialConfig | ConstantConfig | PowerConfig | PassesConfig
 ParallelConfig = AveragingConfig | BmufConfig
 
 VARIANTS = {"optimizer": ("name", "sgd"), "schedule": ("name", "newbob"), "parallel": ("strategy", "all-reduce")}
@@ -471,6 +522,8 @@ class Recipe(Section):
     """Initial parameters: random (as in Kaldi nnet1), pretrained RBMs, or those of a trained network."""
     pretrain: PretrainConfig = PretrainConfig()
     """RBM pretraining."""
+    criterion: Annotated[Annotated[Literal["ce"], VALUE] | Annotated[SequenceConfig, MAPPING], VALUE_OR_MAPPING] = "ce"
+    """What is trained: cross-entropy against the alignment, frame by frame, or a criterion over utterances."""
     optimizer: OptimizerConfig = Field(default=SgdConfig(), discriminator="name")
     """The optimizer."""
     minibatch_size: Annotated[

@@ -38,7 +38,7 @@ ADDED_KEYS = frozenset(
         *("minibatch_scope", "data.transforms", "data.cv.transforms", "data.cv.by", "data.cv.utterances"),
         *("schedule.average_last", "schedule.moving_average_epochs", "schedule.keep", "optimizer.max_gradient_norm"),
         *("model.layers", "model.bands", "randomizer_size", "optimizer.exact", "parallel.columns"),
-        *("parallel.stages", "parallel.microbatches", "parallel.pipeline"),
+        *("parallel.stages", "parallel.microbatches", "parallel.pipeline", "parallel.averaging_frames", "criterion"),
     }
 )
 """Keys that were added after runs had been recorded, with defaults that change nothing. At their defaults they are left

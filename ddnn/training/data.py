@@ -20,7 +20,7 @@ from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.groups import Groups
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import describe_sizes
-from ddnn.recipe.schema import Recipe
+from ddnn.recipe.schema import Recipe, SequenceConfig
 from ddnn.runs.run_status import Kind
 from ddnn.training import options
 from ddnn.training.initial_model import check_initial_model, warn_of_known_utterances
@@ -59,7 +59,8 @@ def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticMode
         ours.setLevel(level)
     source, index, width = plan.source, plan.source.index, plan.source.width
     if kind == "training":
-        options.require_minibatch(index, "minibatch_size", sizes.end, plan.train_shards)
+        if recipe.criterion == "ce":
+            options.require_minibatch(index, "minibatch_size", sizes.end, plan.train_shards)
         check_initial_model(recipe, trained, source)
         warn_of_known_utterances(recipe, source, plan.cv_source, plan.cv_index().utterances)
     else:
@@ -78,11 +79,14 @@ def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticMode
         held_out = f"{plan.cv_index().size()}, {100 * fraction_of(index, plan.held_out):.1f} % of the frames"
         shared = speakers_in_both(index, plan.train_utterances, plan.held_out)
         lines.append(f"cross-validation: {held_out}" + (f"; {shared} also trained on" if shared else ""))
-    layers, minibatches = network_layers(recipe, input_dim, index.num_pdfs), sizes.start * workers
+    layers, trained_on = network_layers(recipe, input_dim, index.num_pdfs), plan.train_utterances
+    updates = int(index.num_frames[trained_on].sum()) // (sizes.start * workers)
+    if isinstance(recipe.criterion, SequenceConfig):
+        updates = len(trained_on) // (recipe.criterion.utterances_per_update * workers)
     return [
         *lines,
         f"network: {describe_sizes(layers)}, {describe_parameters(recipe, layers)}; about "
-        f"{int(index.num_frames[plan.train_utterances].sum()) // minibatches} minibatches an epoch for each worker",
+        f"{updates} minibatches an epoch for each worker",
         describe_memory(
             options.estimate_memory(recipe, input_dim, index.num_pdfs, workers), source, plan.shards, device
         ),

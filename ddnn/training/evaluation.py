@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddnn.data.batches import EVAL_BATCH
+from ddnn.data.batches import EVAL_BATCH, Sampler
 from ddnn.data.dataset import FrameSubset, labels_of
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel
@@ -199,15 +199,17 @@ def evaluate(
     comm: Communicator | None = None,
     arithmetic: Float32 | None = None,
     make_objective: MakeObjective = CrossEntropy,
+    sampler: Sampler | None = None,
 ) -> EvalResult:
-    """The objective's figures of `model` over all of `frames`; with `comm` those are this worker's shard, and all
+    """The objective's figures of `model` over all of `frames`, in the minibatches of `sampler` if given; with `comm` those are this worker's shard, and all
     workers, which evaluate the same model, get the same figures. `arithmetic`: that of the training whose
     cross-validation it is; float32 where it is not given, so that models compare, whatever they were trained in."""
     arithmetic = arithmetic or Float32()
-    workspace = evaluation_workspace(model.network, max(1, min(EVAL_BATCH, len(frames))), arithmetic)
+    size = max(1, min(EVAL_BATCH, len(frames))) if sampler is None else sampler.batch_size
+    workspace = evaluation_workspace(model.network, size, arithmetic)
     objective = make_objective(workspace)
     sums = FigureSums(model.network.parameters.device, objective.figures)
-    for batch, outputs in forward_batches(model, frames, workspace):
+    for batch, outputs in forward_batches(model, frames, workspace, sampler):
         sums.add(objective(outputs, batch, workspace.of(batch.num_frames).derivative), batch.num_frames)
         if comm is not None:
             comm.watchdog.heartbeat()
@@ -238,7 +240,7 @@ def of_frequencies(train_counts: Tensor, cv_counts: Tensor) -> EvalResult:
 
 
 class Validation:
-    """No validation: every epoch is accepted and the last model is delivered, as in sequence training. For schedules whose
+    """No validation: every epoch is accepted and the last model is delivered. For schedules whose
     learning rates depend on the number of epochs alone. `baseline`: what a model that ignores its input reaches."""
 
     baseline = no_result(())
@@ -267,10 +269,11 @@ class CrossValidation(Validation):
     comm: Communicator
     arithmetic: Float32
     make_objective: MakeObjective = CrossEntropy
+    sampler: Sampler | None = None
     baseline: EvalResult = field(default_factory=lambda: no_result(()))
 
     def evaluate(self, model: AcousticModel) -> EvalResult:
-        return evaluate(model, self.frames, self.comm, self.arithmetic, self.make_objective)
+        return evaluate(model, self.frames, self.comm, self.arithmetic, self.make_objective, self.sampler)
 
     def is_better(self, result: EvalResult, initial: EvalResult) -> bool:
         """By the loss; of one pdf it is 0."""

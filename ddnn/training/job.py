@@ -21,7 +21,7 @@ import torch
 from ddnn import __version__
 from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import NoFiniteModelError
-from ddnn.data.batches import ShuffledSampler, make_batch_loader
+from ddnn.data.batches import make_batch_loader
 from ddnn.data.pipeline import (
     TrainingData,
 )
@@ -29,7 +29,6 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.groups import Groups, watch
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.distributed.transport import open_transport
-from ddnn.kaldi.alignments import kaldi_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.network import noise_generator
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
@@ -43,9 +42,9 @@ from ddnn.runs.run_dir import RunDir, open_run_dir
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
 from ddnn.training import options
 from ddnn.training.auto_layout import with_layout
+from ddnn.training.criterion import Criterion, make_criterion
 from ddnn.training.data import load_data
 from ddnn.training.data_identity import DataIdentity, check_shared_data, data_identity, split_digests
-from ddnn.training.evaluation import CrossValidation, baseline_result
 from ddnn.training.initial_model import (
     initial_model,
     with_initial_model,
@@ -243,7 +242,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
         run.write_recipe(job.recipe_text)
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
     data = load_data(job.recipe, job.device, groups)
-    options.require_minibatch(data.index, "minibatch_size", options.minibatch_sizes(recipe).end, data.train_shards)
+    criterion = make_criterion(recipe, data, groups, run)
     identity = data_identity(data, groups.data)
     check_shared_data(identity, groups)
     if pretraining is not None and dbn is None:
@@ -257,13 +256,13 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
         model.check_features(data.dataset.dim, data.source.parts[0].corpus.data)
         run.truncate_after(loaded.metadata.epoch if loaded.metadata.started else -1)
     record_resume(loaded, run, world)
-    run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
+    run.write_pdf_counts(criterion.counts)
     run.write_cv_utterances(data.cv_index().utterances)
     layers = model.network.layers
     whole = model.network.to(job.device).with_frozen(frozen_layers(recipe, layers))
     network = whole.part_of(options.make_partition(layers, groups))
     model = replace(model, transform=model.transform.to(job.device), network=network)
-    trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)
+    trainer = assemble_trainer(job, model, data, criterion, identity, checkpoints, loaded)
     if groups.replica.world_size > 1:
         check_split(whole, network.partition, trainer.eager_step.workspace.arithmetic)
     # Only now: a resume that is refused changes nothing.
@@ -281,44 +280,43 @@ def assemble_trainer(
     job: Job,
     model: AcousticModel,
     data: TrainingData,
+    criterion: Criterion,
     identity: DataIdentity,
     checkpoints: CheckpointPolicy,
     loaded: LoadedCheckpoint | None,
 ) -> Trainer:
     """Chooses the parts of the training of `model`, each once; restores them if there is a checkpoint. Collective."""
-    recipe, groups, network, sizes = job.recipe, job.groups, model.network, options.minibatch_sizes(job.recipe)
+    recipe, groups, network, sizes = job.recipe, job.groups, model.network, criterion.sizes
     shared = groups.replica.world_size > 1  # by workers that exchange within a step
     optimizer = options.optimizer_of(recipe.optimizer, network)
     averaging = options.averaging_options(recipe.parallel, recipe.optimizer.momentum)
     averager = make_averager(averaging, groups, network, optimizer)
     averager.broadcast()
     optimizer.set_lr_scale(averager.lr_scale)
-    precision = recipe.precision if loaded is None else loaded.metadata.precision
+    precision = criterion.precision if loaded is None else loaded.metadata.precision
     arithmetic = choose_arithmetic(precision, network, sizes.start, groups.world, resumed=loaded is not None)
     generator, parallel = noise_generator(network, recipe.seed, groups.data.rank), recipe.parallel
     eager = make_eager_step(
-        *(network, sizes, arithmetic, optimizer, averager.average_gradient),
+        *(network, sizes, arithmetic, optimizer, averager.average_gradient, criterion.make_objective),
         generator=generator, schedule=parallel.pipeline, microbatches=parallel.microbatches,
     )  # fmt: skip
-    seeds, prefetch, mark = (recipe.seed, groups.data.rank), job.device.type == "cuda", averager.timer.mark
-    sampler = ShuffledSampler(data.train, sizes.start, *seeds, recipe.randomizer_size, prefetch=prefetch)
-    kernel = arithmetic.gather_kernel
+    kernel, mark = arithmetic.gather_kernel, averager.timer.mark
     batches = make_batch_loader(
-        *(data.train, model.transform, sampler),
+        *(data.train, model.transform, criterion.sampler()),
         out=eager.inputs, gather_kernel=kernel, mark=mark, labels_only=eager.workspace.receives,
     )  # fmt: skip
     schedule = options.make_schedule(recipe.schedule)
     scaled_lr = schedule.learning_rate * averager.lr_scale
-    baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, groups.data)
+    graphs = recipe.cuda_graphs == "auto" and not shared and criterion.graphs
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
         schedule=schedule,
         batches=batches,
-        validation=CrossValidation(data.cv, groups.data, arithmetic, baseline=baseline),
+        validation=criterion.validation(arithmetic),
         minibatch_sizes=sizes,
         eager_step=eager,
-        step=make_step(eager, batches.sample, scaled_lr, graphs=recipe.cuda_graphs == "auto" and not shared),
+        step=make_step(eager, batches.sample, scaled_lr, graphs=graphs),
         averager=averager,
         combination=options.make_combination(recipe, network, groups, batches),
         checkpoints=checkpoints,

@@ -152,8 +152,10 @@ def load_for_model(
     *,
     allow_pipes: bool,
     transforms: Path | None = None,
+    most: int | None = None,
 ) -> AcousticDataset:
     """A data dir as `model` reads it: its CMVN, deltas, transforms (of this data, a Kaldi dir) and context. Utterances that cannot be used are skipped.
+    `most`: as of `load_data_dir`.
     DataError for damaged input, features of other dims than the model's, or no utterance that can be used. UserError:
     `transforms` given to a model without, or not to one that needs them."""
     trained_with = model.features.transforms
@@ -165,17 +167,22 @@ def load_for_model(
         raise UserError(f"the model was trained with {needs}", location="--transforms", hint=hint)
     features, progress = replace(model.features, splice=model.transform.context), progress_bar("loading")
     config = DataConfig(features, allow_pipes=allow_pipes, max_skipped_fraction=None, progress=progress)
-    corpus = load_data_dir(data, alignments, config, transforms)
+    corpus = load_data_dir(data, alignments, config, transforms, most)
     model.check_features(corpus.dim, location=data)
     _warn_of_other_features(model, corpus, data)
     return corpus
 
 
 def load_data_dir(
-    data: Path, alignments: Alignments | None, config: DataConfig, transforms: Path | None = None
+    data: Path,
+    alignments: Alignments | None,
+    config: DataConfig,
+    transforms: Path | None = None,
+    most: int | None = None,
 ) -> AcousticDataset:
-    """A whole data dir in host memory. DataError: as `open_data_dir`; not enough memory."""
+    """A whole data dir in host memory, or `most` of its utterances, evenly spread. DataError: as `open_data_dir`; not enough memory."""
     source, comm = open_data_dir(data, alignments, config, transforms), SingleProcess()
-    utterances = range(len(source.index.entries))
+    total = len(source.index.entries)
+    utterances = range(0, total, 1 if most is None else -(-total // most))
     require_host_memory(frames_memory(source, utterances), data, comm, level=logging.DEBUG)  # a process takes much more
     return source.load(utterances, comm)

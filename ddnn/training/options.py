@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
@@ -10,7 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddnn.averaging.strategies import STRATEGIES, AveragingOptions
+from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, FrameInterval
 from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex
@@ -20,6 +21,8 @@ from ddnn.distributed.cost import Size
 from ddnn.distributed.groups import Groups
 from ddnn.kaldi.archive import MatrixReader, read_scp
 from ddnn.kaldi.transforms import read_transform_config
+from ddnn.kaldi.transition_model import TransitionModel
+from ddnn.lattices.criteria import SequenceCriterion
 from ddnn.nn.columns import ColumnPartition
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import activation_floats, num_parameters
@@ -29,10 +32,10 @@ from ddnn.nn.partition import Partition
 from ddnn.nn.stages import StagePartition
 from ddnn.optim.columns import ColumnNgSgd
 from ddnn.optim.ng_sgd import OPTIMIZERS, NgSgdOptions, make_optimizer
-from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
+from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Passes, Power, Schedule
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.recipe.load import worker_problems
-from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig
+from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig, SequenceConfig
 from ddnn.recipe.section import OptionalPaths, Section, as_list
 from ddnn.runs.tensorboard import import_tensorboard
 from ddnn.training.combination import BestEpoch, Combination, MeanOfEpochs, MovingAverage
@@ -45,15 +48,19 @@ from ddnn.training.memory import (
 )
 from ddnn.training.network_layers import frozen_layers, hidden_layers, network_layers
 from ddnn.util.errors import DataError, RecipeError
+from ddnn.util.files import read_bytes_limited
 from ddnn.util.progress import progress_bar
 
 Options = TypeVar("Options")
+
+MAX_PHONE_LIST = 1 << 20  # bytes
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "newbob": Newbob,
     "exponential": Exponential,
     "power": Power,
     "constant": Constant,
+    "passes": Passes,
 }
 """By `schedule.name`."""
 
@@ -129,6 +136,8 @@ def make_partition(layers: Sequence[Layer], groups: Groups) -> Partition:
 def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> AveragingOptions:
     """How the workers of a training average; `momentum` is the optimizer's."""
     options = _taken(AveragingOptions, parallel)
+    if parallel.averaging_frames is not None:
+        options = replace(options, averaging_period=parallel.averaging_frames, interval=FrameInterval)
     return options if momentum else replace(options, local_momentum="keep")
 
 
@@ -162,6 +171,20 @@ def make_schedule(recipe: ScheduleConfig) -> Schedule:
     return _taken(SCHEDULES[recipe.name], recipe, **renamed)
 
 
+def sequence_criterion(recipe: SequenceConfig, model: TransitionModel) -> SequenceCriterion:
+    """The criterion of an utterance. DataError: the file of silence phones cannot be read, or has no phone-ids."""
+    path, expected = recipe.silence_phones, "phone-ids with colons or blanks between them"
+    try:
+        words = re.split(r"[:\s]+", read_bytes_limited(path, MAX_PHONE_LIST).decode("ascii", "replace").strip(": \n"))
+    except OSError as error:
+        raise DataError(f"cannot read the silence phones: {error.strerror}", location=path) from error
+    if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
+        raise DataError(
+            f"expected {expected}, found {' '.join(words)[:80]!r}", location=path, hint="give phones/silence.csl"
+        )
+    return _taken(SequenceCriterion, recipe, transition_model=model, silence=[int(word) for word in words])
+
+
 def make_combination(recipe: Recipe, network: Network, groups: Groups, batches: Sized) -> Combination:
     """What the final model may be a mean of. `batches`: this worker's minibatches of the epoch under way."""
     most, epochs, parts = recipe.schedule.average_last, recipe.schedule.moving_average_epochs, dict[str, Combination]()
@@ -176,7 +199,10 @@ def make_combination(recipe: Recipe, network: Network, groups: Groups, batches: 
 
 
 def minibatch_sizes(recipe: Recipe) -> MinibatchSizes:
-    """Of each worker."""
+    """Of each worker; the most, where they are of utterances."""
+    if isinstance(recipe.criterion, SequenceConfig):
+        most = recipe.criterion.max_frames * recipe.criterion.utterances_per_update
+        return MinibatchSizes(most, most)
     size, workers = recipe.minibatch_size, recipe.minibatch_workers
     if isinstance(size, int):
         return MinibatchSizes(size // workers, size // workers)
@@ -223,9 +249,10 @@ def data_config(recipe: Recipe, *, held_out: bool = True) -> TrainingDataConfig:
     features = replace(model_features(recipe), splice=data.splice, dtype=data.feature_dtype)
     cv_keys, cv_transforms = ("data.cv.data", "data.cv.alignments"), data.cv.transforms or as_list(data.transforms)[:1]
     cv = corpora(cv_keys, data.cv.data, data.cv.alignments, cv_transforms)
+    tolerance = {} if recipe.criterion == "ce" else {"length_tolerance": 1}  # as Kaldi: nothing is trimmed
     return TrainingDataConfig(
         corpora(("data.train", "data.alignments"), data.train, data.alignments, data.transforms),
-        _taken(DataConfig, data, features=features, progress=progress_bar("loading")),
+        _taken(DataConfig, data, features=features, progress=progress_bar("loading"), **tolerance),
         _taken(CvSelection, data.cv, corpora=cv) if held_out else None,
         recipe.seed,
         normalize=data.normalize,

@@ -17,7 +17,7 @@ from ddnn.recipe.source import parse_file
 from ddnn.util.errors import DataError, RecipeError
 
 RESUMABLE = re.compile(
-    r"(checkpoint|cuda_graphs|log"
+    r"(checkpoint|criterion\.(class_counts|lattices|silence_phones)|cuda_graphs|log"
     r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers|transforms|utterances)"
     r"|feature_device|loader_processes|max_skipped_fraction|train|transforms)"
     r"|parallel\.(columns|cpu_threads|gpu_transport|hang_timeout|max_restarts|microbatches|oversubscribe_gpus|pipeline|stages|workers))(\..*)?"

@@ -12,7 +12,7 @@ from typing import Any
 from ddnn.distributed.launcher import NodeRecovery, RunMonitor, read_restart, run_distributed
 from ddnn.distributed.mpirun import in_mpi_job
 from ddnn.recipe.load import dump_recipe, load_recipe, recipe_values
-from ddnn.recipe.schema import Recipe, TrainedModelConfig
+from ddnn.recipe.schema import Recipe, SequenceConfig, TrainedModelConfig
 from ddnn.runs import run_status
 from ddnn.runs.checkpoint_manifest import folder_name, peek_checkpoint
 from ddnn.runs.metrics import read_metrics
@@ -119,6 +119,10 @@ def finished_message(command: TrainingCommand) -> str:
 def describe(recipe: Recipe) -> str:
     """One sentence on what a recipe would train, without reading any data."""
     learning_rate, size = recipe.schedule.initial_learning_rate, recipe.minibatch_size
+    if isinstance(sequence := recipe.criterion, SequenceConfig):
+        updates = f"{sequence}, {plural(sequence.utterances_per_update, 'utterance')} in an update"
+        rates = f"{recipe.schedule.name} from {learning_rate:g} (times the gradient summed over an update)"
+        return f"init {recipe.init}, {recipe.optimizer.name}, {updates}, {rates}, {plural(recipe.parallel.workers, 'worker')}"
     first = size if isinstance(size, int) else size.start
     return (
         f"{recipe.model.summary()}, init {recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch}, "

@@ -193,7 +193,7 @@ class Trainer:
             self.optimizer.clear_momentum()
             self.align_fisher_updates()
             remaining = len(self.batches) - progress.minibatch
-            frames = remaining * self.minibatch_size
+            frames = self.batches.sampler.num_frames(progress.minibatch)
             progress.num_minibatches = progress.minibatch + self.averager.begin_epoch(remaining, frames)
             if progress.epoch == 0:
                 self.averager.log_averagings()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.data.batches import SequentialSampler, ShuffledSampler
+from ddnn.data.batches import SequentialSampler, ShuffledSampler, shuffled
 from ddnn.data.dataset import AcousticDataset, InputTransform, gather, splice_only
 from ddnn.kaldi.data_dir import add_deltas
 from ddnn.training.normalization import estimate_normalization
@@ -101,7 +101,7 @@ def test_a_randomizer_shuffles_blocks_of_utterances(
     sampler = ShuffledSampler(frames, minibatch, seed=seed, rank=rank, randomizer_size=randomizer_size)
     orders = [frames.indices[sampler._draw(epoch)].tolist() for epoch in (1, 2, 3)]
     block: list[int] = []
-    utterances = torch.randperm(len(sizes), generator=sampler._generator(0)).tolist()
+    utterances = shuffled(range(len(sizes)), seed, rank)
     for u in utterances:
         block += corpus.rows_of([u]).tolist()
         if len(block) > randomizer_size or u == utterances[-1]:

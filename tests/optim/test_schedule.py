@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
+from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Passes, Power, Schedule
 
 
 def figures(loss: float, frame_accuracy: float) -> dict[str, float]:
@@ -130,10 +130,28 @@ def test_constant_keeps_its_rate_and_every_epoch() -> None:
     assert run(Constant(0.05, 3), [3.0, 9.0, 2.0, 5.0]) == [(0.05, True)] * 3
 
 
-SCHEDULES = [Newbob, Exponential, Constant, lambda: Power(decay_epochs=3.0, exponent=0.7)]
+def test_passes_end_early_after_two_that_are_worse() -> None:
+    assert run(Passes(1e-5, 4, 0.5), [3.0, 2.0, 2.5, 2.4, 2.6]) == [
+        (1e-5, True),
+        (5e-6, True),
+        (2.5e-6, True),
+        (1.25e-6, True),
+    ]
+    schedule = Passes(1e-5, 9)
+    assert run(schedule, [3.0, 2.0, 2.5, 2.6]) == [(1e-5, True)] * 3
+    assert (schedule.converged, schedule.may_be_longer) == (True, False)
 
 
-@pytest.mark.parametrize("make", SCHEDULES, ids=["newbob", "exponential", "constant", "power"])
+SCHEDULES = [
+    Newbob,
+    Exponential,
+    Constant,
+    lambda: Power(decay_epochs=3.0, exponent=0.7),
+    lambda: Passes(halving_factor=0.9),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULES, ids=["newbob", "exponential", "constant", "power", "passes"])
 def test_a_schedule_resumes_where_it_was(make: Callable[[], Schedule]) -> None:
     """A new schedule that takes up the state before every epoch has the rates and decisions of one that runs through."""
     losses = [3.0, 2.0, 1.9, 2.4, 1.7, 1.69, 1.68]

@@ -151,7 +151,7 @@ def test_missing_keys(folder: Path) -> None:
         ("model.hiden_units=5", "did you mean model.hidden_units?"),
         (
             "zzz=5",
-            "zzz: unknown key; the keys here are seed, init, minibatch_size, minibatch_scope, randomizer_size, precision, allow_tf32,",
+            "zzz: unknown key; the keys here are seed, init, criterion, minibatch_size, minibatch_scope, randomizer_size, precision, allow_tf32,",
         ),
         ("seed.x=5", "seed: a mapping found, expected a whole number >= 0 and < 2^63"),
         ("seed={}", "seed: a mapping found, expected a whole number"),
@@ -194,8 +194,8 @@ def test_bad_settings(folder: Path, setting: str, said: str) -> None:
         ("data.cmvn=true", "true found, expected none, mean or mean-variance"),
         ("data.cmvn=means", "the text 'means' found, expected none, mean or mean-variance"),
         ("data.train=3", "3 found, expected a path"),
-        ("schedule.name=newbobb", "the text 'newbobb' found, expected newbob, exponential, constant or power"),
-        ("schedule.name=[1]", "a list found, expected newbob, exponential, constant or power"),
+        ("schedule.name=newbobb", "the text 'newbobb' found, expected newbob, exponential, constant, power or passes"),
+        ("schedule.name=[1]", "a list found, expected newbob, exponential, constant, power or passes"),
         ("parallel.strategy=3", "3 found, expected all-reduce, butterfly, "),
         ("data.cv.fraction=0", "0 found, expected a number > 0 and < 1"),
         ("data.splice=2023-13-45", "the text '2023-13-45' found"),
@@ -293,7 +293,8 @@ def test_every_shipped_fragment_says_what_it_is(folder: Path) -> None:
     assert len(shipped_fragments()) > 3
     for name in shipped_fragments():
         assert (configs_folder() / name).read_text().startswith("# "), name
-        load(folder, DATA + f"include: {name}\n")
+        lattices = "init: {model: ali}\ncriterion: {lattices: ali, silence_phones: ali}\n"
+        load(folder, DATA + f"include: {name}\n" + lattices * name.startswith("criterion/"))
 
 
 def test_the_recipes_folder_comes_before_the_shipped_fragments(folder: Path) -> None:

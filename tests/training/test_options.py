@@ -12,12 +12,12 @@ from training.toy import toy_model
 from variants import make_optimizer_config, make_parallel_config, make_schedule_config
 
 from ddnn.averaging.averager import Request
-from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, make_strategy
+from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, FrameInterval, make_strategy
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.groups import Groups
 from ddnn.optim.natural_gradient import NaturalGradientOptions
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
-from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power
+from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Passes, Power
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.schema import (
     AveragingConfig,
@@ -29,6 +29,7 @@ from ddnn.recipe.schema import (
     LogConfig,
     NewbobConfig,
     NgSgdConfig,
+    PassesConfig,
     PowerConfig,
     Recipe,
     SgdConfig,
@@ -60,6 +61,7 @@ NEWBOB = {
 }  # fmt: skip
 EXPONENTIAL = {"initial_learning_rate": 0.1, "final_learning_rate": 0.02, "epochs": 5}
 CONSTANT = {"initial_learning_rate": 0.1, "epochs": 5}
+PASSES = {**CONSTANT, "halving_factor": 0.5}
 POWER = {**CONSTANT, "decay_epochs": 3.0, "exponent": 0.5}
 COMBINATION = {"keep": "best", "average_last": 4, "moving_average_epochs": 0.5}
 WORKERS = {"averaging_period": 4, "overlap": True, "comm_dtype": "bfloat16"}
@@ -70,7 +72,7 @@ BMUF = {
 }  # fmt: skip
 ELSEWHERE = {
     "workers", "warmup", "warmup_minibatches", "oversubscribe_gpus", "pretrain_data", "max_restarts", "hang_timeout",
-    "cpu_threads", "gpu_transport", "columns", "stages", "microbatches", "pipeline",
+    "cpu_threads", "gpu_transport", "columns", "stages", "microbatches", "pipeline", "averaging_frames",
 }  # fmt: skip
 """Keys of `parallel` that are no option of an averaging."""
 
@@ -84,6 +86,7 @@ ELSEWHERE = {
         (ExponentialConfig, {*EXPONENTIAL, *COMBINATION}),
         (ConstantConfig, {*CONSTANT, *COMBINATION}),
         (PowerConfig, {*POWER, *COMBINATION}),
+        (PassesConfig, {*PASSES, *COMBINATION}),
         (WorkersConfig, {*WORKERS, *ELSEWHERE}),
         (AveragingConfig, {*AVERAGING, *ELSEWHERE}),
         (BmufConfig, {*BMUF, *ELSEWHERE}),
@@ -120,6 +123,7 @@ def test_options_of_schedules() -> None:
     assert (exponential.initial_lr, exponential.final_lr, exponential.max_epochs) == (0.1, 0.02, 5)
     assert make_schedule(make_schedule_config("constant", **CONSTANT)) == Constant(0.1, 5)
     assert make_schedule(make_schedule_config("power", **POWER)) == Power(0.1, 5, 3.0, 0.5)
+    assert make_schedule(make_schedule_config("passes", **PASSES)) == Passes(0.1, 5, 0.5)
 
 
 def test_options_of_the_combination() -> None:
@@ -143,6 +147,11 @@ def test_options_of_averaging(keys: dict[str, Any]) -> None:
     options = averaging_options(make_parallel_config(**keys), momentum=0.9)
     assert {key: getattr(options, key) for key in keys} == keys
     assert averaging_options(make_parallel_config(**keys), momentum=0.0).local_momentum == "keep"
+
+
+def test_an_interval_of_frames() -> None:
+    options = averaging_options(make_parallel_config(averaging_frames=2500))
+    assert (options.interval, options.averaging_period) == (FrameInterval, 2500)
 
 
 def test_defaults_of_bmuf() -> None:

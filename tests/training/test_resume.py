@@ -97,25 +97,6 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in TIMES and "fraction" not in key} for row in kept]
 
 
-@pytest.fixture
-def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, signal.Signals], None]:
-    """Sends this process a signal in the minibatch of this number, from 1; 0 for none."""
-    after = Averager.after_minibatch
-
-    def arrange(number: int, sent: signal.Signals = signal.SIGTERM) -> None:
-        left = [number]
-
-        def counting(self: Averager, frames: int) -> bool:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), sent)
-            return after(self, frames)
-
-        monkeypatch.setattr(Averager, "after_minibatch", counting)
-
-    return arrange
-
-
 @pytest.mark.parametrize("name", WAYS)
 def test_stopped_anywhere_and_resumed(
     name: str, tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]

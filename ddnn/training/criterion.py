@@ -1,0 +1,183 @@
+"""What of a training depends on its criterion: minibatches, objective and validation; of cross-entropy frame by frame, and of
+a criterion over utterances and their lattices."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+
+import torch
+
+from ddnn.data.batches import Sampler, ShuffledSampler, UtteranceSampler, shuffled, utterances_of
+from ddnn.data.dataset import AcousticDataset, FrameSubset
+from ddnn.data.pipeline import TrainingData
+from ddnn.distributed.groups import Groups
+from ddnn.kaldi.alignments import kaldi_counts, read_transition_ids
+from ddnn.kaldi.transition_model import read_transition_model
+from ddnn.lattices.objective import SequenceObjective, Utterances
+from ddnn.lattices.store import open_lattices
+from ddnn.nn.arithmetic import Float32
+from ddnn.nn.objective import CrossEntropy, MakeObjective
+from ddnn.nn.scorer import log_priors, read_counts
+from ddnn.optim.schedule import MinibatchSizes
+from ddnn.recipe.schema import Recipe, SequenceConfig, TrainedModelConfig
+from ddnn.recipe.section import as_list
+from ddnn.runs.run_dir import RunDir
+from ddnn.runs.run_status import PDF_COUNTS, run_dir_of
+from ddnn.training import options
+from ddnn.training.evaluation import CrossValidation, EvalResult, Validation, baseline_result
+from ddnn.util.arrays import Float64Array, Int32Array
+from ddnn.util.errors import DataError, RecipeError
+from ddnn.util.progress import progress_bar
+from ddnn.util.text import plural
+
+log = logging.getLogger(__name__)
+
+
+class Criterion:
+    """Cross-entropy. Collective.
+
+    Attributes:
+        sizes: of this worker's minibatches.
+        precision: that the recipe asks for.
+        counts: float64 (pdfs,), from which the priors of decoding are made.
+        make_objective: of the training.
+        graphs: whether a step may be captured as a CUDA graph: the objective leaves the host nothing to do.
+    """
+
+    make_objective: MakeObjective = CrossEntropy
+    graphs = True
+
+    def __init__(self, recipe: Recipe, data: TrainingData, groups: Groups) -> None:
+        self.recipe, self.data, self.groups = recipe, data, groups
+        self.sizes, self.precision = options.minibatch_sizes(recipe), recipe.precision
+        self.counts = kaldi_counts(data.index.pdf_counts)
+        options.require_minibatch(data.index, "minibatch_size", self.sizes.end, data.train_shards)
+
+    def sampler(self) -> Sampler:
+        """This worker's minibatches of the training set."""
+        recipe, prefetch = self.recipe, self.data.device.type == "cuda"
+        seeds = recipe.seed, self.groups.data.rank
+        return ShuffledSampler(self.data.train, self.sizes.start, *seeds, recipe.randomizer_size, prefetch=prefetch)
+
+    def validation(self, arithmetic: Float32) -> Validation:
+        """By which epochs are accepted. Collective."""
+        data, comm = self.data, self.groups.data
+        baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, comm)
+        return CrossValidation(data.cv, comm, arithmetic, baseline=baseline)
+
+
+class HeldOut(CrossValidation):
+    """Of a sequence training: no pass is rejected, and none has to be better than the initial network."""
+
+    def is_better(self, result: EvalResult, initial: EvalResult) -> bool:
+        return True
+
+
+class UtteranceCriterion(Criterion):
+    """sMBR, MPFE or MMI, utterance by utterance; its log-priors are those of `counts` (pdfs,)."""
+
+    graphs = False
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: SequenceConfig,
+        data: TrainingData,
+        groups: Groups,
+        run: RunDir,
+        counts: Float64Array,
+    ) -> None:
+        self.recipe, self.data, self.groups, self.counts, self.config = recipe, data, groups, counts, config
+        self.precision = "float32"
+        references = dict[str, Int32Array]()
+        for source, dataset in ((data.source, data.dataset), (data.cv_source, data.cv.dataset)):
+            for part in source.parts if source is not None else ():
+                references |= read_transition_ids(part.corpus.alignments, {*dataset.utterances})
+        model = read_transition_model(data.source.parts[0].corpus.alignments / "final.mdl")
+        lattices = open_lattices(as_list(config.lattices), run.path / "lattices", groups.world)
+        self.lattices, self.references, self.num_tids = lattices, references, model.num_transition_ids
+        self.criterion = options.sequence_criterion(config, model)
+        rank, per_update = groups.data.rank, config.utterances_per_update
+        train = shuffled(self._usable(data.train, "training"), recipe.seed, rank)
+        self._sampler = UtteranceSampler(data.dataset, train, per_update)
+        self._cv_sampler = UtteranceSampler(data.cv.dataset, self._usable(data.cv, "cross-validation"))
+        self.sizes = MinibatchSizes(self._sampler.batch_size, self._sampler.batch_size)
+        self.make_objective = self._objective_for(data.dataset)
+        longest, period = groups.world.all_gather_object(self.sizes.end), recipe.parallel.averaging_frames
+        if period is not None and period < max(longest):
+            message = f"{period} found, expected at least {max(longest)}: the longest minibatch has as many frames"
+            raise RecipeError(message, location="parallel.averaging_frames")
+
+    def sampler(self) -> Sampler:
+        return self._sampler
+
+    def validation(self, arithmetic: Float32) -> Validation:
+        data, objective = self.data, self._objective_for(self.data.cv.dataset)
+        return HeldOut(data.cv, self.groups.data, arithmetic, objective, self._cv_sampler)
+
+    def _objective_for(self, dataset: AcousticDataset) -> MakeObjective:
+        utterances = Utterances(dataset.utterances, self.references, self.lattices)
+        priors = torch.from_numpy(log_priors(self.counts)).float().to(self.data.device)
+        return partial(SequenceObjective, criterion=self.criterion, utterances=utterances, log_priors=priors)
+
+    def _usable(self, frames: FrameSubset, kind: str) -> list[int]:
+        """Indices of the utterances with a lattice of their length. Logs how many others there are. Collective. DataError: a
+        worker has none; a lattice has transition-ids of another model."""
+        dataset, skipped, usable = frames.dataset, Counter[str](), list[int]()
+        for u in progress_bar(f"lattices for {kind}")(utterances_of(frames)):
+            reason = self._problem(dataset.utterances[u], int(dataset.num_frames[u]))
+            if reason is None:
+                usable.append(u)
+            else:
+                skipped[reason] += 1
+        everyone = self.groups.data.all_gather_object([len(usable), *skipped.items()])
+        total = sum((Counter(dict(each[1:])) for each in everyone), Counter[str]())
+        if self.groups.world.rank == 0:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(total.items()))
+            number = plural(sum(each[0] for each in everyone), "utterance")
+            log.log(
+                logging.WARNING if total else logging.INFO,
+                "%s: %s with lattices; skipped: %s",
+                kind,
+                number,
+                reasons or "none",
+            )
+        if not all(each[0] for each in everyone):
+            message = f"no utterance of a worker's shard can be used for {kind}: {dict(total)}"
+            raise DataError(
+                message, location="criterion.lattices", hint="make lattices of these utterances, or take fewer workers"
+            )
+        return usable
+
+    def _problem(self, name: str, frames: int) -> str | None:
+        """Why an utterance is skipped, in the order of Kaldi's checks."""
+        if name not in self.lattices:
+            return "without a lattice"
+        if frames > self.config.max_frames:
+            return f"of more than {self.config.max_frames} frames"
+        lattice = self.lattices[name]
+        if len(lattice.tids) and lattice.tids.max() > self.num_tids:
+            message = f"utterance {name}: its lattice has transition-id {lattice.tids.max()}, expected at most {self.num_tids}"
+            hint = "make lattices and alignments with one final.mdl"
+            raise DataError(message, location=self.lattices.entries[name].location, hint=hint)
+        return None if lattice.num_frames == frames else "whose lattice has another length"
+
+
+def make_criterion(recipe: Recipe, data: TrainingData, groups: Groups, run: RunDir) -> Criterion:
+    """What `criterion` of the recipe says. Collective. DataError, RecipeError: the data or lattices do not fit it."""
+    if not isinstance(recipe.criterion, SequenceConfig):
+        return Criterion(recipe, data, groups)
+    return UtteranceCriterion(
+        recipe, recipe.criterion, data, groups, run, class_counts(recipe, run, data.index.num_pdfs)
+    )
+
+
+def class_counts(recipe: Recipe, run: RunDir, num_pdfs: int) -> Float64Array:
+    """Those of the network that a sequence training starts from, which are kept in its run dir."""
+    criterion, init, own = recipe.criterion, recipe.init, run.path / PDF_COUNTS
+    assert isinstance(criterion, SequenceConfig) and isinstance(init, TrainedModelConfig)
+    if own.exists():
+        return read_counts(own, num_pdfs)
+    return read_counts(criterion.class_counts or run_dir_of(init.model) / PDF_COUNTS, num_pdfs)

@@ -1,0 +1,287 @@
+"""Trainings by a criterion over utterances and their lattices, from data dirs to run dirs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
+from distributed.threads import run_workers
+from jobs import RunCli
+
+from ddnn.distributed.signals import TrainingInterrupted
+from ddnn.kaldi.lattice import Lattice, write_lattices
+from ddnn.lattices.criteria import SequenceCriterion
+from ddnn.nn.acoustic_model import load_model
+from ddnn.recipe.load import load_recipe
+from ddnn.training.job import run_training
+from ddnn.util.errors import DataError, RecipeError, UserError
+
+SEGMENT = 5  # frames for which a pdf is held
+UTTERANCES = 12
+
+
+def choices(pdfs: np.ndarray, rng: np.random.Generator) -> Lattice:
+    """A lattice of two arcs for each segment of a reference: its pdf, and another one, each cheaper half of the time."""
+    segments = len(pdfs) // SEGMENT
+    states = np.arange(segments + 1)
+    source = np.repeat(states[:-1], 2)
+    right = pdfs[::SEGMENT][:segments]
+    wrong = (right + rng.integers(1, PDFS, segments)) % PDFS
+    tids = np.repeat(2 * np.stack([right, wrong], axis=1).reshape(-1) + 1, SEGMENT).astype(np.int32)
+    graph = rng.normal(0.0, 0.3, 2 * segments).astype(np.float32)
+    offsets = SEGMENT * np.arange(2 * segments + 1)
+    word, acoustic = np.ones(2 * segments, np.int32), np.zeros(2 * segments, np.float32)
+    levels = np.arange(segments + 2)
+    return Lattice(levels, SEGMENT * states, source, source + 1, word, graph, acoustic, tids, offsets)
+
+
+def write_lattice_dir(path: Path, lattices: dict[str, Lattice]) -> Path:
+    """As Kaldi's make_denlats.sh: `lat.*.gz`, here of two jobs."""
+    path.mkdir()
+    names = sorted(lattices)
+    for job in (1, 2):
+        write_lattices(path / "lat", path / "scp", [(name, lattices[name]) for name in names[job - 1 :: 2]])
+        (path / f"lat.{job}.gz").write_bytes(gzip.compress((path / "lat").read_bytes()))
+    for name in ("lat", "scp"):
+        (path / name).unlink()
+    (path / "num_jobs").write_text("2\n")
+    return path
+
+
+class Corpus:
+    """Noisy features, their alignment and lattices, and a network trained on a few of them by cross-entropy."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, rng = root, np.random.default_rng(3)
+        features, labels = labelled_utterances(UTTERANCES)
+        ends = {name: len(pdfs) - SEGMENT * (n % 4) for n, (name, pdfs) in enumerate(sorted(labels.items()))}
+        features, self.labels = (
+            {name: rows[: ends[name]] for name, rows in each.items()} for each in (features, labels)
+        )
+        features = {
+            name: (rows + rng.normal(0.0, 2.0, rows.shape)).astype(np.float32) for name, rows in features.items()
+        }
+        self.names = sorted(features)
+        self.data, self.ali = write_data_dir(root / "data", features), write_ali_dir(root / "ali", self.labels)
+        self.lattices = {name: choices(pdfs, rng) for name, pdfs in self.labels.items()}
+        self.lats = write_lattice_dir(root / "lats", self.lattices)
+        (root / "silence.csl").write_text("3\n")
+        run_training(load_recipe(write_recipe(root / "ce.yaml", self.data, self.ali)), root / "ce", "cpu")
+
+    def recipe(self, folder: Path, *settings: str, criterion: str = "smbr") -> Any:
+        text = f"data: {{train: {self.data}, alignments: {self.ali}, cv: {{fraction: 0.25}}}}\n"
+        text += f"init: {{model: {self.root / 'ce'}}}\nschedule: {{name: passes, initial_learning_rate: 0.003, epochs: 3}}\n"
+        text += (
+            f"criterion: {{name: {criterion}, lattices: {self.lats}, silence_phones: {self.root / 'silence.csl'}}}\n"
+        )
+        folder.mkdir(exist_ok=True)
+        (folder / "sequence.yaml").write_text(text)
+        return load_recipe(folder / "sequence.yaml", ["parallel.averaging_frames=100", *settings])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def rows_of(run: Path, split: str = "cv") -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row.get("split") == split]
+
+
+def parameters(run: Path) -> torch.Tensor:
+    return load_model(run / "final.safetensors").network.parameters
+
+
+@pytest.mark.parametrize("criterion", ["smbr", "mpfe", "mmi"])
+def test_a_training_raises_its_criterion(corpus: Corpus, tmp_path: Path, criterion: str) -> None:
+    run_training(corpus.recipe(tmp_path, criterion=criterion), tmp_path / "run", "cpu")
+    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert rows_of(tmp_path / "run", "train")[-1]["loss"] < rows_of(tmp_path / "run", "train")[0]["loss"]
+
+
+def test_the_priors_are_those_of_cross_entropy(corpus: Corpus, tmp_path: Path) -> None:
+    run_training(corpus.recipe(tmp_path, "schedule.epochs=1"), tmp_path / "run", "cpu")
+    counts = "ali_train_pdf.counts"
+    assert (tmp_path / "run" / counts).read_text() == (corpus.root / "ce" / counts).read_text()
+
+
+def test_what_is_skipped_is_counted(corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a lattice; with one of another utterance, which is shorter; an alignment that is a frame longer."""
+    caplog.set_level(logging.INFO, logger="ddnn")
+    names, lattices = corpus.names, dict(corpus.lattices)
+    del lattices[names[0]]
+    lattices[names[1]] = choices(corpus.labels[names[1]][:-SEGMENT], np.random.default_rng(1))
+    labels = {**corpus.labels, names[2]: np.append(corpus.labels[names[2]], 0).astype(np.int32)}
+    held_out = tmp_path / "held_out"
+    held_out.write_text("\n".join(names[-3:]) + "\n")
+    recipe = corpus.recipe(
+        tmp_path,
+        f"criterion.lattices={write_lattice_dir(tmp_path / 'lats', lattices)}",
+        f"data.alignments={write_ali_dir(tmp_path / 'ali', labels)}",
+        *("data.cv.fraction=null", f"data.cv.utterances={held_out}", "data.max_skipped_fraction=0.5"),
+    )
+    run_training(recipe, tmp_path / "run", "cpu")
+    skipped = "training: 6 utterances with lattices; skipped: 1 whose lattice has another length, 1 without a lattice"
+    assert skipped in caplog.text
+    assert "cross-validation: 3 utterances with lattices; skipped: none" in caplog.text
+    length = len(corpus.labels[names[2]])
+    assert f"utterance {names[2]} skipped: {length} frames of features, {length + 1} of alignment" in caplog.text
+    assert rows_of(tmp_path / "run", "train")[0]["frames"] == sum(len(corpus.labels[name]) for name in names[3:-3])
+
+
+def test_long_utterances_are_skipped(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no utterance of a worker's shard .*'of more than 24 frames': "):
+        run_training(corpus.recipe(tmp_path, "criterion.max_frames=24"), tmp_path / "run", "cpu")
+
+
+def test_several_utterances_make_one_update(corpus: Corpus, tmp_path: Path) -> None:
+    """The sum of their gradients, so that all utterances in one update are gradient descent on the whole set."""
+    lr, changes = 1e-6, []
+    before = parameters(corpus.root / "ce")
+    for number in (1, 9):
+        settings = (
+            f"criterion.utterances_per_update={number}",
+            "schedule.epochs=1",
+            f"schedule.initial_learning_rate={lr}",
+        )
+        run_training(corpus.recipe(tmp_path, *settings, "parallel.averaging_frames=400"), tmp_path / str(number), "cpu")
+        changes.append(parameters(tmp_path / str(number)) - before)
+    assert float(changes[0].norm()) > 1e-6
+    assert (
+        float((changes[1] - changes[0]).norm() / changes[0].norm()) < 0.05
+    )  # the network hardly moves within the pass
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("strategy", ["all-reduce", "butterfly", "gradient-all-reduce", "bmuf"])
+def test_several_workers(corpus: Corpus, tmp_path: Path, workers: int, strategy: str) -> None:
+    settings = [f"parallel.strategy={strategy}"]
+    if strategy == "gradient-all-reduce":
+        settings.append("parallel.averaging_frames=null")
+    if strategy == "butterfly" and workers == 3:
+        settings = ["parallel.strategy=ring"]
+    recipe = corpus.recipe(tmp_path, *settings)
+    run_workers(workers, lambda comm: run_training(recipe, tmp_path / "run", "cpu", comm))
+    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+    trained = rows_of(tmp_path / "run", "train")[0]["frames"]
+    held_out = (tmp_path / "run/cv_utterances").read_text().split()
+    total = sum(len(pdfs) for name, pdfs in corpus.labels.items() if name not in held_out)
+    assert trained == total if strategy != "gradient-all-reduce" else trained <= total
+
+
+def test_a_training_resumes_to_the_same_bits(
+    corpus: Corpus, tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]
+) -> None:
+    recipe = corpus.recipe(
+        tmp_path, "optimizer.momentum=0.5", "schedule.halving_factor=0.5", "parallel.averaging_frames=null"
+    )
+    run_training(recipe, tmp_path / "whole", "cpu")
+    stop_at(13, signal.SIGTERM)  # in the second pass
+    with pytest.raises(TrainingInterrupted):
+        run_training(recipe, tmp_path / "stopped", "cpu")
+    stop_at(0, signal.SIGTERM)
+    moved = shutil.move(corpus.root / "ce", corpus.root / "elsewhere")  # nothing of it is needed any more
+    try:
+        run_training(recipe, tmp_path / "stopped", "cpu", resume=True)
+    finally:
+        shutil.move(moved, corpus.root / "ce")
+    assert torch.equal(parameters(tmp_path / "whole"), parameters(tmp_path / "stopped"))
+    rates = [row["learning_rate"] for row in rows_of(tmp_path / "stopped", "train")]
+    assert rates == pytest.approx([0.003, 0.0015, 0.00075])
+
+
+def test_nothing_moves_where_the_derivative_is_not_finite(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = SequenceCriterion.__call__
+
+    def broken(self: SequenceCriterion, *arguments: Any) -> Any:
+        value = call(self, *arguments)
+        value.derivative[3, 1] = np.nan
+        return value
+
+    monkeypatch.setattr(SequenceCriterion, "__call__", broken)
+    run_training(corpus.recipe(tmp_path), tmp_path / "run", "cpu")
+    assert torch.equal(parameters(tmp_path / "run"), parameters(corpus.root / "ce"))
+    assert f"utterance {corpus.names[0]}: its derivative is not finite" in caplog.text
+
+
+def test_passes_end_early_where_cross_validation_gets_worse_twice(corpus: Corpus, tmp_path: Path) -> None:
+    recipe = corpus.recipe(tmp_path, "schedule.initial_learning_rate=0.5", "schedule.epochs=9", "schedule.keep=best")
+    run_training(recipe, tmp_path / "run", "cpu")
+    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    assert losses[-1] > losses[-2] > losses[-3]
+    assert len(losses) < 10
+    end = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert end["detail"] == "cross-validation got worse in two passes, one after the other"
+
+
+REFUSED = {
+    "init=random": "init: with criterion.name: smbr training starts from a whole network",
+    "parallel.columns=2": "parallel.columns: 2 found, expected 1 with criterion.name: smbr: a worker has whole utterances",
+    "precision=bf16": "precision: bf16 found, expected float32",
+    "minibatch_size=64": "minibatch_size: never read, as criterion.utterances_per_update says what an update is",
+    "criterion.boost=0.1": "criterion.boost: never read, as criterion.name is smbr",
+    "criterion.lattices=nowhere": "criterion.lattices",
+    "criterion.acoustic_scale=0": "criterion.acoustic_scale: 0 found",
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_recipes_that_cannot_be(corpus: Corpus, tmp_path: Path, setting: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        corpus.recipe(tmp_path, setting, *(("parallel.workers=2",) if "columns" in setting else ()))
+    assert REFUSED[setting] in str(refused.value)
+
+
+def test_an_interval_holds_the_longest_utterance(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="30 found, expected at least 40: the longest minibatch has as many frames"):
+        run_training(corpus.recipe(tmp_path, "parallel.averaging_frames=30"), tmp_path / "run", "cpu")
+
+
+def test_pdf_ids_are_no_reference(corpus: Corpus, tmp_path: Path) -> None:
+    pdfs = write_pdfs(tmp_path / "pdfs.txt", corpus.labels)
+    with pytest.raises(UserError, match="an alignment dir with transition-ids expected"):
+        run_training(corpus.recipe(tmp_path, f"data.alignments={pdfs}"), tmp_path / "run", "cpu")
+
+
+def test_lattices_of_another_model(corpus: Corpus, tmp_path: Path) -> None:
+    name = corpus.names[4]
+    lattices = {**corpus.lattices, name: choices(corpus.labels[name] + 1, np.random.default_rng(1))}
+    for lattice in lattices.values():
+        assert lattice.tids.max() <= 8
+    lattices[name].tids[7] = 9
+    recipe = corpus.recipe(tmp_path, f"criterion.lattices={write_lattice_dir(tmp_path / 'lats', lattices)}")
+    with pytest.raises(DataError, match=rf"utterance {name}: its lattice has transition-id 9, expected at most 6"):
+        run_training(recipe, tmp_path / "run", "cpu")
+
+
+def test_an_utterance_has_one_lattice(corpus: Corpus, tmp_path: Path) -> None:
+    other = write_lattice_dir(
+        tmp_path / "lats", {corpus.names[0]: corpus.lattices[corpus.names[0]]} | {"x": corpus.lattices[corpus.names[1]]}
+    )
+    with pytest.raises(DataError, match="occurs twice"):
+        run_training(corpus.recipe(tmp_path, f"criterion.lattices=[{corpus.lats}, {other}]"), tmp_path / "run", "cpu")
+
+
+def test_dry_run(corpus: Corpus, tmp_path: Path, run_cli: RunCli) -> None:
+    corpus.recipe(tmp_path)
+    result = run_cli("train", tmp_path / "sequence.yaml", "--dry-run", "--run-dir", tmp_path / "run")
+    assert result.exit_code == 0, result.stderr
+    assert "sgd, smbr, 1 utterance in an update, passes from 0.003" in result.stdout
+    assert "about 9 minibatches an epoch for each worker" in result.stdout
+    assert not (tmp_path / "run").exists()
