@@ -14,6 +14,9 @@ from ddnn.kaldi.lattice import Lattice
 from ddnn.util.arrays import AnyArray, Float64Array, Int64Array
 
 
+TOLERANCE = 1e-4  # how far posteriors may be from adding up to the number of frames, relative to it
+
+
 def _log_sums(terms: Float64Array, starts: Int64Array) -> Float64Array:
     """Logarithms of the sums of exp(terms) from each of `starts` to the next; -inf where all of them are."""
     most = np.maximum.reduceat(terms, starts)
@@ -77,7 +80,7 @@ class ForwardBackward:
 
     Attributes:
         log_likelihood: of the lattice, all paths together.
-        posteriors: float64 (arcs,).
+        posteriors: float64 (arcs,); NaN where they do not add up to 1 in each frame, since costs are too large for float64.
     """
 
     def __init__(self, lattice: Lattice, costs: Float64Array) -> None:
@@ -88,6 +91,9 @@ class ForwardBackward:
         self.log_likelihood = float(self._alpha[-1])
         paths = self._alpha[lattice.source] - costs + self._beta[lattice.destination]
         self.posteriors: Float64Array = np.exp(paths - self.log_likelihood)
+        frames = float(self.posteriors @ np.diff(lattice.offsets))
+        if not abs(frames - lattice.num_frames) <= TOLERANCE * lattice.num_frames:
+            self.posteriors.fill(np.nan)
 
     def expected(self, values: Float64Array) -> tuple[Float64Array, float]:
         """The expected sum of `values` (arcs,) on the paths through each arc, (arcs,), and that on all paths."""

@@ -272,6 +272,15 @@ def test_all_paths_by_themselves(
     np.testing.assert_allclose(value.derivative, derivative, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["smbr", "mmi"])
+def test_costs_too_large_for_float64_give_no_derivative(toy_model: TransitionModel, name: Any) -> None:
+    """As where no path avoids a pdf without prior (DISABLED_LOG_PRIOR), whose costs leave nothing of the others."""
+    states: list[State] = [(None, [(1, 0.0, 0.0, [1, 3], 1), (1, 1.0, 0.0, [3, 1], 1)]), ((0.0, 0.0, []), [])]
+    loglikes = np.full((2, 3), -1.8e19, np.float32)
+    value = SequenceCriterion(name, toy_model, [2])(read_one(states)[1], loglikes, np.array([1, 3], np.int32))
+    assert not np.isfinite(value.derivative).all()
+
+
 @pytest.fixture(scope="module")
 def toy_model(tmp_path_factory: pytest.TempPathFactory) -> TransitionModel:
     """Phones 1, 2, 3 of one state each; transition-ids 2p - 1 and 2p, pdf p - 1."""
