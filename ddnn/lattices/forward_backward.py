@@ -13,7 +13,6 @@ import numpy as np
 from ddnn.kaldi.lattice import Lattice
 from ddnn.util.arrays import AnyArray, Float64Array, Int64Array
 
-
 TOLERANCE = 1e-4  # how far posteriors may be from adding up to the number of frames, relative to it
 
 
