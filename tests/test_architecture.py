@@ -28,7 +28,7 @@ TOKENS = {
     "distributed": 13_450,
     "inspection": 6_500,
     "kaldi": 24_300,
-    "lattices": 3_900,
+    "lattices": 3_950,
     "nn": 31_750,
     "optim": 10_900,
     "recipe": 12_800,
