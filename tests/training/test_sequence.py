@@ -16,9 +16,12 @@ import pytest
 import torch
 from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
 from distributed.threads import run_workers
-from jobs import RunCli
+from jobs import RunCli, assert_refused
+from kaldi_files import read_matrix
 
 from ddnn.distributed.signals import TrainingInterrupted
+from ddnn.kaldi.alignments import read_pdf_counts
+from ddnn.kaldi.archive import read_scp
 from ddnn.kaldi.lattice import Lattice, write_lattices
 from ddnn.lattices.criteria import SequenceCriterion
 from ddnn.nn.acoustic_model import load_model
@@ -285,3 +288,20 @@ def test_dry_run(corpus: Corpus, tmp_path: Path, run_cli: RunCli) -> None:
     assert "sgd, smbr, 1 utterance in an update, passes from 0.003" in result.stdout
     assert "about 9 minibatches an epoch for each worker" in result.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_priors_of_the_posteriors(corpus: Corpus, tmp_path: Path, run_cli: RunCli) -> None:
+    """Their sum over the data that the run was trained on, held-out utterances included."""
+    run_training(corpus.recipe(tmp_path, "schedule.epochs=1"), tmp_path / "run", "cpu")
+    for kind, out in (("posteriors", "post"), ("log-likelihoods", "loglikes")):
+        priors = ("--priors", "posterior-mean") if out == "loglikes" else ()
+        command = ("decode-prep", tmp_path / "run", "--data", corpus.data, "--out", tmp_path / out, "--as", kind)
+        assert run_cli(*command, *priors, "--device", "cpu").exit_code == 0
+    posteriors = [read_matrix(entry).astype(np.float64) for entry in read_scp(tmp_path / "post/posteriors.scp")]
+    counts = read_pdf_counts(tmp_path / "loglikes/ali_train_pdf.counts")
+    np.testing.assert_allclose(counts, np.concatenate(posteriors).sum(axis=0), rtol=1e-5)
+    loglikes = [read_matrix(entry) for entry in read_scp(tmp_path / "loglikes/loglikes.scp")]
+    ratio = loglikes[0] - np.log(posteriors[0]) + np.log(counts / counts.sum())
+    np.testing.assert_allclose(ratio - ratio[:, :1], 0.0, atol=1e-4)
+    refused = run_cli(*command[:-1], "posteriors", "--priors", "posterior-mean")
+    assert_refused(refused, "nothing is subtracted from posteriors", "--priors")
