@@ -1,4 +1,4 @@
-"""`ddnn train`, `pretrain`, `evaluate`, `decode-prep`, `score`, `export` and `import-nnet1`: what makes and uses
+"""`ddnn train`, `pretrain`, `evaluate`, `decode-prep`, `align`, `score`, `export` and `import-nnet1`: what makes and uses
 models."""
 
 from __future__ import annotations
@@ -231,6 +231,41 @@ def decode_prep(
 @command(
     epilog="""\b
     Example:
+      ddnn align exp/dnn --data data/train --lang data/lang --model ali/final.mdl --tree ali/tree --out exp/dnn_ali"""
+)
+@argument("run_dir", type=PATH)
+@option("--data", type=PATH, required=True, help="Kaldi data dir with text.")
+@option("--lang", type=PATH, required=True, help="Kaldi lang dir: L.fst, words.txt, oov.int.")
+@option("--model", "model_path", type=PATH, required=True, help="The final.mdl of the training alignment.")
+@option("--tree", "tree_path", type=PATH, required=True, help="The tree beside it.")
+@option("--out", type=PATH, required=True, help="New alignment dir.")
+@option("--beam", type=float, default=10.0, help="Beam of the search.")
+@option("--retry-beam", type=float, default=40.0, help="Beam where that one reaches no final state; 0: none.")
+@option("--acoustic-scale", type=float, default=0.1, help="Scale of the log-likelihoods.")
+@option("--transition-scale", type=float, default=1.0, help="Scale of transition probabilities but self-loops.")
+@option("--self-loop-scale", type=float, default=0.1, help="Scale of the probabilities of self-loops.")
+@option("--jobs", "--nj", type=IntRange(min=1), default=1, help="CPU processes, each with an ali.N.gz.")
+@transforms_option
+@device_option
+@pipes_option
+@json_option
+def align(
+    json_: bool, beam: float, retry_beam: float, acoustic_scale: float, transition_scale: float,
+    self_loop_scale: float, **options: Any,
+) -> None:  # fmt: skip
+    """Align transcripts with a trained network, without Kaldi; needs ddnn[decode].
+
+    RUN_DIR may also be a model file in it. The result is an alignment dir as Kaldi's steps/nnet/align.sh writes it.
+    """
+    from ddnn.decoding import align as alignment
+
+    search = alignment.AlignOptions(beam, retry_beam, acoustic_scale, transition_scale, self_loop_scale)
+    print_result(alignment.align(options=search, **options), json_)
+
+
+@command(
+    epilog="""\b
+    Example:
       ddnn score exp/an4/decode --graph graph --model ali/final.mdl --text test/text --acoustic-scale 0.07,0.1"""
 )
 @argument("loglikes", type=PATH)
@@ -339,4 +374,4 @@ def import_nnet1(nnet: Path, feature_transform: Path | None, pdf_counts: Path | 
     prepare.import_nnet1(nnet, feature_transform, out, pdf_counts)
 
 
-COMMANDS = (train, pretrain, evaluate, decode_prep, score, compare_wer, export, import_nnet1)
+COMMANDS = (train, pretrain, evaluate, decode_prep, align, score, compare_wer, export, import_nnet1)

@@ -56,7 +56,7 @@ def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
             message = f"the graph has the word id {label}, which words.txt lacks"
             raise DataError(message, location=graph_dir / "words.txt", hint=_HINT)
     _check_self_loops(fst, transitions, model, location)
-    _check_epsilon_cycles(fst, location)
+    check_epsilon_cycles(fst, location, "make the graph again with utils/mkgraph.sh")
     arcs = fst.arcs.copy()
     arcs["ilabel"] = transitions.transition_to_pdf[arcs["ilabel"]] + 1  # epsilon stays 0: it has the pdf -1
     return DecodingGraph(replace(fst, arcs=arcs), words, transitions.num_pdfs, graph_dir, transitions.digest)
@@ -92,8 +92,8 @@ def _check_self_loops(fst: Fst, transitions: TransitionModel, model: Path, locat
         raise DataError(message, location=location, hint=_HINT)
 
 
-def _check_epsilon_cycles(fst: Fst, location: Path) -> None:
-    """A cycle of input epsilons with a negative cost would keep the decoder in a loop for ever."""
+def check_epsilon_cycles(fst: Fst, location: Path, hint: str) -> None:
+    """DataError for a cycle of input epsilons with a negative cost, which would keep the decoder in a loop for ever."""
     epsilon = fst.arcs["ilabel"] == 0
     weight = fst.arcs["weight"][epsilon].astype(np.float64)
     if not np.any(weight < 0):
@@ -112,4 +112,4 @@ def _check_epsilon_cycles(fst: Fst, location: Path) -> None:
         if relaxed > max_relaxed:
             break
     message = "the graph has a cycle of epsilons with a negative cost, or a chain of them too long to tell"
-    raise DataError(message, location=location, hint="make the graph again with utils/mkgraph.sh")
+    raise DataError(message, location=location, hint=hint)

@@ -8,11 +8,11 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -65,6 +65,7 @@ from ddnn.util.system import choose_device
 from ddnn.util.text import binary_output, environment, plural
 
 log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 PriorKind = Literal["class-counts", "posterior-mean"]
 PRIOR_UTTERANCES = 10_000  # of a data dir, from whose posteriors priors are made
@@ -74,35 +75,49 @@ def compute_scores(
     model: AcousticModel, dataset: AcousticDataset, kind: ScoreKind, priors: Tensor | None = None, jobs: int = 1
 ) -> Generator[tuple[str, NDArray[np.float32]], None, None]:
     """The id and the scores of each utterance, in order; several processes compute the same bits."""
+    return scores_then(_scores_alone, model, dataset, kind, priors, jobs)
+
+
+def _scores_alone(_: str, scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    return scores
+
+
+def scores_then(
+    then: Callable[[str, NDArray[np.float32]], Answer], model: AcousticModel, dataset: AcousticDataset, kind: ScoreKind,
+    priors: Tensor | None = None, jobs: int = 1,
+) -> Generator[tuple[str, Answer], None, None]:  # fmt: skip
+    """The id of each utterance and what `then` makes of its id and scores, in order. With several processes `then` is
+    pickled, and called where the scores are computed."""
     longest, names = int(dataset.num_frames.max()), progress_bar(kind)(dataset.utterances)
     if jobs == 1:
         scorer = Scorer(model, kind, priors, longest)
-        yield from ((name, scorer(dataset, u)) for u, name in enumerate(names))
+        yield from ((name, then(name, scorer(dataset, u))) for u, name in enumerate(names))
         return
     tensors = {"parameters": model.network.parameters, **transform_tensors(model)}
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     log_prior = None if priors is None else priors.numpy()
     processes = min(jobs, len(dataset.utterances))
     with worker_pool(processes, "a process of --jobs", "--jobs 1") as pool:
-        pool.initialize(_start_scoring, model_config(model), arrays, kind, log_prior, longest)
+        pool.initialize(_start_scoring, model_config(model), arrays, kind, log_prior, longest, then)
         tasks = ((_score, name, _rows(dataset, u)) for u, name in enumerate(dataset.utterances))
         yield from zip(names, pool.run(tasks), strict=True)
 
 
-_scorer: list[Scorer] = []  # of a process of --jobs
+_scorer: list[tuple[Scorer, Callable[[str, NDArray[np.float32]], Any]]] = []  # of a process of --jobs
 
 
 def _start_scoring(
     config: Any, arrays: dict[str, NDArray[np.float32]], kind: ScoreKind, priors: NDArray[np.float32] | None, longest: int,
+    then: Callable[[str, NDArray[np.float32]], Any],
 ) -> None:  # fmt: skip
     choose_device("cpu")
     model = model_from_config(config, {name: torch.from_numpy(array) for name, array in arrays.items()}, Path("model"))
-    _scorer[:] = [Scorer(model, kind, None if priors is None else torch.from_numpy(priors), longest)]
+    _scorer[:] = [(Scorer(model, kind, None if priors is None else torch.from_numpy(priors), longest), then)]
 
 
-def _score(name: str, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    scorer = _scorer[0]
-    return scorer(one_utterance(name, rows, scorer.model.transform.context))
+def _score(name: str, rows: NDArray[np.float32]) -> Any:
+    scorer, then = _scorer[0]
+    return then(name, scorer(one_utterance(name, rows, scorer.model.transform.context)))
 
 
 def _rows(dataset: AcousticDataset, u: int) -> NDArray[np.float32]:
@@ -122,9 +137,7 @@ def prepare_decoding(
     is `-`, the archive goes to standard output. `prior_kind`: what priors are made of; None: class-counts. `compress`: 0, or the method of Kaldi's copy-feats. UserError: damaged input;
     another number of pdfs in the counts, or of dims in the features, than in the model; options that do not fit."""
     _check_options({"--prior-scale": prior_scale, "--priors": prior_kind}, kind, layer)
-    target = choose_device(device)
-    if jobs > 1 and target.type != "cpu":
-        raise UserError("only one process computes on a GPU", location="--jobs", hint="add --device cpu, or remove it")
+    target = choose_with_jobs(device, jobs)
     model, digest, run_dir = load_run(run_dir), model_digest(run_dir), run_dir_of(run_dir)
     priors, files = None, dict[str, bytes]()
     if kind == "log-likelihoods":
@@ -132,8 +145,8 @@ def prepare_decoding(
             counts = posterior_counts(model, run_dir, target, allow_pipes=allow_pipes)
         else:
             counts = read_counts(run_dir / PDF_COUNTS, model.network.output_dim)
-        _check_unseen(counts, run_dir, compress)
-        priors = torch.from_numpy(log_priors(counts, 1.0 if prior_scale is None else prior_scale)).float().to(target)
+        scale = 1.0 if prior_scale is None else prior_scale
+        priors = scaled_log_priors(counts, scale, run_dir, compress).to(target)
         of_model = f"{digest or ''} {os.path.relpath(run_dir.resolve(), out.resolve())}\n"
         files = {
             PDF_COUNTS: pdf_counts_text(counts).encode(),
@@ -160,6 +173,20 @@ def prepare_decoding(
             write_matrices(scp.with_suffix(".ark"), scp, _then_write(scores, out, files), compress=compress)
     where, unit = "standard output" if to_stdout else scp, "pdfs" if layer is None else "dims"
     log.info("%s: %s of %d utterances, %d %s", where, kind, len(dataset.utterances), model.network.output_dim, unit)
+
+
+def choose_with_jobs(device: str, jobs: int) -> torch.device:
+    """The device for `jobs` processes. UserError: several on a GPU."""
+    target = choose_device(device)
+    if jobs > 1 and target.type != "cpu":
+        raise UserError("only one process computes on a GPU", location="--jobs", hint="add --device cpu, or remove it")
+    return target
+
+
+def scaled_log_priors(counts: NDArray[np.float64], prior_scale: float, run_dir: Path, compress: int = 0) -> Tensor:
+    """Of the pdf counts of a run, float32 (pdfs,); warns of pdfs without frames, beside which nothing can be compressed."""
+    _check_unseen(counts, run_dir, compress)
+    return torch.from_numpy(log_priors(counts, prior_scale)).float()
 
 
 def posterior_counts(

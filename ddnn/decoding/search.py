@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,17 +51,23 @@ def _check_loglikes(utterance: str, matrix: NDArray[np.float32], graph: Decoding
     return matrix
 
 
+def import_kaldi() -> tuple[Any, Any]:
+    """The modules kaldi_decoder and kaldifst. UserError: they are missing."""
+    try:
+        import kaldi_decoder
+        import kaldifst
+    except ImportError as error:
+        message = f"decoding needs packages that are not installed ({error.name})"
+        raise UserError(message, hint=HINT_INSTALL) from error
+    return kaldi_decoder, kaldifst
+
+
 class _Decoder:
     """Decodes at each acoustic scale with the FST in a file, whose output labels are `words`. UserError: the packages are
     missing."""
 
     def __init__(self, fst: Path, words: dict[int, str], options: DecodeOptions) -> None:
-        try:
-            import kaldi_decoder
-            import kaldifst
-        except ImportError as error:
-            message = f"decoding needs packages that are not installed ({error.name})"
-            raise UserError(message, hint=HINT_INSTALL) from error
+        kaldi_decoder, kaldifst = import_kaldi()
         self.kaldi, self.words, self.scales = kaldi_decoder, words, options.acoustic_scales
         limits = {"beam": options.beam, "max_active": options.max_active, "min_active": options.min_active}
         self.config = kaldi_decoder.FasterDecoderOptions(**limits)

@@ -1,0 +1,220 @@
+"""`ddnn align`: forced alignment of a data dir with a network, as Kaldi's steps/nnet/align.sh makes it.
+
+Follows kaldi `decoder/decoder-wrappers.cc` (AlignUtteranceWrapper)."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddnn.decoding.graph import check_epsilon_cycles
+from ddnn.decoding.hmm import ContextHmms
+from ddnn.decoding.prepare import choose_with_jobs, scaled_log_priors, scores_then
+from ddnn.decoding.search import import_kaldi
+from ddnn.decoding.training_graph import Lexicon, TrainingGraphs
+from ddnn.kaldi.alignments import check_same_tree
+from ddnn.kaldi.archive import write_int_vectors
+from ddnn.kaldi.data_dir import read_text
+from ddnn.kaldi.fst import read_fst, read_symbols
+from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
+from ddnn.kaldi.tree import read_tree
+from ddnn.nn.scorer import read_counts
+from ddnn.runs.run_dir import load_run
+from ddnn.runs.run_status import PDF_COUNTS, run_dir_of
+from ddnn.training.model_evaluation import load_for_model
+from ddnn.util.arrays import Int32Array
+from ddnn.util.errors import DataError, UserError
+from ddnn.util.files import atomic_directory, read_bytes_limited
+from ddnn.util.text import plural
+
+log = logging.getLogger(__name__)
+
+_HINT_LEXICON = "make it again with utils/prepare_lang.sh"
+_HINT_SYSTEM = "give --lang, --tree and --model of one system, that of the network's training alignment"
+
+
+@dataclass(frozen=True)
+class AlignOptions:
+    """Options of a forced alignment, with the defaults of Kaldi's steps/nnet/align.sh. UserError: they contradict."""
+
+    beam: float = 10.0
+    retry_beam: float = 40.0  # where no final state was reached; 0: no second search
+    acoustic_scale: float = 0.1
+    transition_scale: float = 1.0
+    self_loop_scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < 1e6 or (value == 0 and name in ("beam", "acoustic_scale")):
+                location = f"--{name.replace('_', '-')}"
+                raise UserError(f"{value:g} found, expected a number above 0", location=location)
+        if 0 < self.retry_beam <= self.beam:
+            message = f"the retry beam {self.retry_beam:g} is not wider than the beam {self.beam:g}"
+            raise UserError(message, location="--retry-beam", hint="10 and 40 are usual; 0: search once")
+
+
+@dataclass(frozen=True, eq=False)
+class Aligned:
+    """The transition-id of each frame, int32 (frames,), or why there are none; whether the wider beam was needed."""
+
+    transition_ids: Int32Array | None
+    problem: str = ""
+    retried: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Aligner:
+    """Aligns utterances by their log-likelihoods. `transcripts`: word-ids by utterance."""
+
+    make_graph: TrainingGraphs
+    transcripts: dict[str, list[int]]
+    options: AlignOptions
+
+    def __call__(self, utterance: str, loglikes: NDArray[np.float32]) -> Aligned:
+        """`loglikes`: (frames, pdfs), not scaled."""
+        if utterance not in self.transcripts:
+            return Aligned(None, "no transcript in text")
+        graph = self.make_graph(self.transcripts[utterance])
+        if graph.start < 0:
+            return Aligned(None, "no way through L.fst for the transcript")
+        kaldi_decoder, kaldifst = import_kaldi()
+        scaled = np.ascontiguousarray(loglikes * np.float32(self.options.acoustic_scale))
+        for beam in (self.options.beam, self.options.retry_beam):
+            if not beam:
+                break
+            # The decoder does not keep its graph alive, nor the decodable its matrix.
+            decodable = kaldi_decoder.DecodableCtc(scaled)
+            decoder = kaldi_decoder.FasterDecoder(graph, kaldi_decoder.FasterDecoderOptions(beam=beam))
+            decoder.decode(decodable)
+            if decoder.reached_final():
+                _, _, transition_ids, _ = kaldifst.get_linear_symbol_sequence(decoder.get_best_path()[1])
+                return Aligned(np.array(transition_ids, np.int32), "", beam != self.options.beam)
+        return Aligned(None, "no final state reached (a wrong transcript, or fewer frames than HMM states)")
+
+
+@dataclass(frozen=True)
+class AlignResult:
+    """What an alignment came to. `failed`: the utterances by the reason; `oov`: how often each word that words.txt lacks
+    was replaced."""
+
+    out: str
+    utterances: int
+    aligned: int
+    frames: int  # of the aligned utterances
+    retried: tuple[str, ...]
+    failed: dict[str, list[str]]
+    oov: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def as_text(self) -> str:
+        parts = [f"{self.aligned} of {plural(self.utterances, 'utterance')} aligned, {self.frames} frames"]
+        parts += [f"{len(self.retried)} of them with the retry beam"] * bool(self.retried)
+        parts += [f"{sum(self.oov.values())} words outside words.txt"] * bool(self.oov)
+        return f"{self.out}: {'; '.join(parts)}"
+
+
+def align(
+    run_dir: Path, data: Path, lang: Path, model_path: Path, tree_path: Path, out: Path, options: AlignOptions,
+    device: str = "auto", jobs: int = 1, allow_pipes: bool = False, transforms: Path | None = None,
+) -> AlignResult:  # fmt: skip
+    """Writes the alignment of the transcripts of a data dir, by a run's network, to the new directory `out` as Kaldi has it:
+    `ali.N.gz` of each of `jobs` processes, `num_jobs`, `final.mdl`, `tree`; all or nothing. `lang`: with `L.fst`, `words.txt`
+    and `oov.int`. UserError: damaged input, or files that are not of one system; no utterance could be aligned."""
+    import_kaldi()
+    target, acoustic = choose_with_jobs(device, jobs), load_run(run_dir)
+    transitions = read_transition_model(model_path)
+    if transitions.num_pdfs != acoustic.network.output_dim:
+        message = f"{model_path.name} has {transitions.num_pdfs} pdfs, the network {acoustic.network.output_dim}"
+        raise DataError(message, location=model_path, hint=_HINT_SYSTEM)
+    check_same_tree(transitions.digest, acoustic.transition_digest, model_path, f"the model of {run_dir}")
+    transcripts, oov = _read_transcripts(data / "text", lang)
+    aligner = Aligner(_training_graphs(lang / "L.fst", transitions, tree_path, options), transcripts, options)
+    run_dir = run_dir_of(run_dir)
+    counts = read_counts(run_dir / PDF_COUNTS, acoustic.network.output_dim)
+    priors = scaled_log_priors(counts, 1.0, run_dir).to(target)
+    retried, failed, frames = list[str](), dict[str, list[str]](), 0
+    with atomic_directory(out) as folder:
+        dataset = load_for_model(acoustic, data, None, allow_pipes=allow_pipes, transforms=transforms)
+        total = len(dataset.utterances)
+        alignments = scores_then(
+            aligner, acoustic.to(target), dataset.to(target), "log-likelihoods", priors, min(jobs, total)
+        )
+
+        def vectors(count: int) -> Iterator[tuple[str, Int32Array]]:
+            nonlocal frames
+            for utterance, aligned in islice(alignments, count):
+                if aligned.transition_ids is None:
+                    failed.setdefault(aligned.problem, []).append(utterance)
+                    continue
+                retried.extend([utterance] * aligned.retried)
+                frames += len(aligned.transition_ids)
+                yield utterance, aligned.transition_ids
+
+        with closing(alignments):
+            for job in range(jobs):
+                count = total * (job + 1) // jobs - total * job // jobs
+                write_int_vectors(folder / f"ali.{job + 1}.gz", vectors(count))
+        for problem, names in failed.items():
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            log.warning("%s: %s: %s%s", plural(len(names), "utterance"), problem, ", ".join(names[:5]), more)
+        if not frames:
+            message = f"none of {plural(total, 'utterance')} could be aligned: {'; '.join(failed)}"
+            raise DataError(message, location=data, hint=_HINT_SYSTEM)
+        (folder / "num_jobs").write_text(f"{jobs}\n")
+        shutil.copyfile(model_path, folder / "final.mdl")
+        shutil.copyfile(tree_path, folder / "tree")
+    aligned_count = total - sum(map(len, failed.values()))
+    return AlignResult(str(out), total, aligned_count, frames, tuple(retried), failed, oov)
+
+
+def _training_graphs(
+    lexicon_path: Path, transitions: TransitionModel, tree_path: Path, options: AlignOptions
+) -> TrainingGraphs:
+    """DataError: L.fst, tree and transition model are not of one system."""
+    tree, fst = read_tree(tree_path), read_fst(lexicon_path)
+    if tree.num_pdfs != transitions.num_pdfs:
+        message = f"the tree has {tree.num_pdfs} pdfs, final.mdl {transitions.num_pdfs}"
+        raise DataError(message, location=tree_path, hint=_HINT_SYSTEM)
+    if fst.start < 0:
+        raise DataError("L.fst has no states", location=lexicon_path, hint=_HINT_LEXICON)
+    for phone in np.unique(fst.arcs["ilabel"]).tolist():
+        if phone and phone not in transitions.topology.phone_to_entry:
+            message = f"L.fst has the phone-id {phone}, for which final.mdl has no HMM"
+            raise DataError(message, location=lexicon_path, hint=f"{_HINT_SYSTEM}; not L_disambig.fst")
+    check_epsilon_cycles(fst, lexicon_path, _HINT_LEXICON)
+    hmms = ContextHmms(tree, transitions, options.transition_scale, options.self_loop_scale, tree_path)
+    return TrainingGraphs(Lexicon(fst), hmms, transitions.transition_to_pdf)
+
+
+def _read_transcripts(text: Path, lang: Path) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """The word-ids of each utterance, and how often each word stands in for one that words.txt lacks, by `oov.int`."""
+    ids = {word: number for number, word in read_symbols(lang / "words.txt").items()}
+    transcripts = read_text(text)
+    oov = Counter(word for words in transcripts.values() for word in words if word not in ids)
+    if oov:
+        ids |= dict.fromkeys(oov, _read_oov(lang / "oov.int", next(iter(oov))))
+    return {utterance: [ids[word] for word in words] for utterance, words in transcripts.items()}, dict(oov)
+
+
+def _read_oov(path: Path, word: str) -> int:
+    try:
+        content = read_bytes_limited(path, 100).strip()
+    except OSError as error:
+        message = f"words.txt lacks {word!r}, and oov.int, which says what stands for it, cannot be read"
+        hint = "utils/prepare_lang.sh writes oov.int; or correct the transcripts"
+        raise DataError(f"{message}: {error.strerror}", location=path, hint=hint) from error
+    if not content.isdigit() or int(content) < 1:
+        raise DataError(f"expected the word-id for words outside words.txt, found {content!r}", location=path)
+    return int(content)
