@@ -22,9 +22,9 @@ TOKENS = {
     "top": 3_350,
     "averaging": 6_200,
     "bench": 4_950,
-    "cli": 5_350,
+    "cli": 5_650,
     "data": 16_050,
-    "decoding": 9_450,
+    "decoding": 13_550,
     "distributed": 13_450,
     "inspection": 6_500,
     "kaldi": 24_300,
@@ -49,7 +49,7 @@ BUDGETS = {
     "longest file": 590,
     "longest function": 55,
     "most imports of ddnn in a file": 37,
-    "modules with one importer": 26,
+    "modules with one importer": 27,
     "modules that training.trainer imports, directly or not": 68,
 }
 """What the code may be at most, by the same rule."""
