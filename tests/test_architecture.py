@@ -26,7 +26,7 @@ TOKENS = {
     "data": 16_050,
     "decoding": 13_550,
     "distributed": 13_450,
-    "inspection": 6_500,
+    "inspection": 6_550,
     "kaldi": 24_300,
     "lattices": 3_950,
     "nn": 31_750,

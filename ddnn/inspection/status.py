@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ddnn.nn.figures import FIGURES
+from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS
 from ddnn.runs import run_status as files
 from ddnn.runs.checkpoint_manifest import peek_checkpoint
 from ddnn.runs.metrics import Metrics, read_metrics
@@ -101,13 +101,13 @@ class Status:
     def slurm_text(self) -> str:
         return ": ".join(filter(None, (self.slurm, self.slurm_reason)))
 
-    def row(self) -> tuple[str, ...]:
+    def row(self, figures_shown: Sequence[str]) -> tuple[str, ...]:
         """Its cells in the table of `Statuses`."""
         run, model, train = self.run, self.metrics.last_accepted, self.metrics.train[-1:]
         epoch = f"{self.last.epoch if self.last else 0}" + (f"/{run.max_epochs}" if run and run.max_epochs else "")
         if run is not None and run.kind == "pretraining":
             epoch = f"RBM {run.rbm}/{run.num_rbms}" if run.rbm else ""
-        values = [(kind, model.figures.get(name) if model else None) for name, kind in FIGURES.items()]
+        values = [(FIGURES[name], model.figures.get(name) if model else None) for name in figures_shown]
         figures = ["" if value is None else kind.format(value) for kind, value in values]
         speed = f"{train[0].frames_per_second or 0.0:.0f}" if train else ""
         reason = self.slurm_text if self.state == "pending" else self.error or self.warning
@@ -134,8 +134,11 @@ class Statuses:
         return [run.as_dict() for run in self.runs]
 
     def as_text(self) -> str:
-        header = ("run", "state", "epoch", *(f"CV {kind.label}" for kind in FIGURES.values()), "frames/s", "note")
-        return table([run.row() for run in self.runs], header, "lll" + "r" * len(FIGURES) + "rl")
+        models = [run.metrics.last_accepted for run in self.runs]
+        known = {LOSS.name, FRAME_ACCURACY.name}.union(*(model.figures for model in models if model))
+        names = [name for name in FIGURES if name in known]
+        header = ("run", "state", "epoch", *(f"CV {FIGURES[name].label}" for name in names), "frames/s", "note")
+        return table([run.row(names) for run in self.runs], header, "lll" + "r" * len(names) + "rl")
 
 
 def read_statuses(paths: Sequence[Path]) -> Status | Statuses:

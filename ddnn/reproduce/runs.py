@@ -112,7 +112,7 @@ class MeasuredEpoch(Section):
     @classmethod
     def of(cls, epoch: Measurement) -> MeasuredEpoch:
         _, _, scheme, job, *rest = astuple(epoch)
-        return cls(**dict(zip(cls.model_fields, (*scheme, *job[:5], *rest[:-1]), strict=True)))
+        return cls(**dict(zip(cls.model_fields, (*scheme, *job[:5], *rest[:-3]), strict=True)))
 
     def to_measurement(self, workers: int) -> Measurement:
         fields: list[Any] = list(dict(self).values())

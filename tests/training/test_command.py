@@ -30,6 +30,7 @@ from ddnn.recipe.schema import Recipe
 from ddnn.runs.metrics import read_metrics
 from ddnn.runs.rows import StartRow
 from ddnn.runs.run_dir import NullRunDir, RunDir, load_run
+from ddnn.training.criterion import make_criterion
 from ddnn.training.data import load_data
 from ddnn.training.data_identity import DataIdentity, check_shared_data
 from ddnn.training.evaluation import evaluate
@@ -141,7 +142,11 @@ def test_the_scope_of_max_change_says_whose_frames_limit_a_step(recipe: Path, sc
         groups = Groups.data_parallel(comm)
         data = training_data(data_config(settings), cpu, groups)
         job = Job(settings, "", groups, run, GracefulShutdown(), cpu)
-        trainer = assemble_trainer(job, initial_model(settings, data, None, None, groups), data, "", policy, None)
+        model, criterion = (
+            initial_model(settings, data, None, None, groups),
+            make_criterion(settings, data, groups, run),
+        )
+        trainer = assemble_trainer(job, model, data, criterion, "", policy, None)
         return trainer.averager.lr_scale, trainer.optimizer.included_lr_scale
 
     assert run_workers(2, work) == [(2.0, scale)] * 2
