@@ -55,6 +55,7 @@ TOPOLOGY = Topology((SILENCE, TWO, ONE, ENTERED), {1: 0, 2: 1, 3: 1, 4: 2, 5: 3}
 PHONES = range(1, 6)
 WORDS = {1: [((2, 3), 0.1), ((2,), 0.9)], 2: [((3,), 0.0)], 3: [((4, 2), 0.3), ((4, 5), 0.2)]}
 """Of each word the pronunciations and their costs."""
+END_COST = 0.1  # where a silence may follow, but does not
 SILENCE_COSTS = (0.4, 1.1)  # of no silence, and of phone 1, before the first and behind every word
 
 
@@ -82,7 +83,7 @@ def lexicon_fst() -> Fst:
                 else:
                     arcs.append((state, phone, label, extra, new))
                     state, new = new, new + 1
-    return fst_of(arcs, {1: 0.0})
+    return fst_of(arcs, {1: 0.0, 2: END_COST})
 
 
 def make_tree(width: int, central: int) -> ContextDependency:
@@ -124,7 +125,9 @@ def make_model(tree: ContextDependency) -> TransitionModel:
 def pronunciations(words: Sequence[int]) -> Iterator[tuple[list[int], float]]:
     """All phone strings of a transcript, and their costs."""
     silences = [((), SILENCE_COSTS[0]), ((1,), SILENCE_COSTS[1])]
-    for parts in product(silences, *(choice for word in words for choice in (WORDS[word], silences))):
+    choices = [silences, *(choice for word in words for choice in (WORDS[word], silences))]
+    choices[-1] = [*choices[-1], ((), SILENCE_COSTS[1] + END_COST)]
+    for parts in product(*choices):
         yield [phone for phones, _ in parts for phone in phones], sum(cost for _, cost in parts)
 
 
