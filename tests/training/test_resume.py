@@ -249,6 +249,7 @@ def test_what_a_resume_may_change(tmp_path: Path, stop_at: Callable[[int, signal
 
 MAY_CHANGE = {
     "checkpoint.interval_minibatches", "checkpoint.interval_minutes", "checkpoint.keep_last", "cuda_graphs",
+    "criterion.class_counts", "criterion.lattices", "criterion.silence_phones",
     "data.alignments", "data.allow_pipes", "data.cache_dir", "data.cv.alignments", "data.cv.data", "data.cv.speakers",
     "data.cv.transforms", "data.cv.utterances", "data.transforms", "data.feature_device", "data.loader_processes", "data.max_skipped_fraction",
     "data.train",
