@@ -249,7 +249,6 @@ def test_what_a_resume_may_change(tmp_path: Path, stop_at: Callable[[int, signal
 
 MAY_CHANGE = {
     "checkpoint.interval_minibatches", "checkpoint.interval_minutes", "checkpoint.keep_last", "cuda_graphs",
-    "criterion.class_counts", "criterion.lattices", "criterion.silence_phones",
     "data.alignments", "data.allow_pipes", "data.cache_dir", "data.cv.alignments", "data.cv.data", "data.cv.speakers",
     "data.cv.transforms", "data.cv.utterances", "data.transforms", "data.feature_device", "data.loader_processes", "data.max_skipped_fraction",
     "data.train",
@@ -258,7 +257,11 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", keys())
+OF_UTTERANCES = {"criterion.class_counts", "criterion.lattices", "criterion.silence_phones"}
+"""May change where the criterion is a mapping: test_sequence.py."""
+
+
+@pytest.mark.parametrize("key", [key for key in keys() if key not in OF_UTTERANCES])
 def test_every_other_key_may_not_change(key: str, tmp_path: Path) -> None:
     recipe = load_recipe(recipe_of(tmp_path, "precision: float32\n"))
     before = yaml.safe_load(dump_recipe(recipe))

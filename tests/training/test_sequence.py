@@ -189,17 +189,20 @@ def test_several_workers(corpus: Corpus, tmp_path: Path, workers: int, strategy:
 def test_a_training_resumes_to_the_same_bits(
     corpus: Corpus, tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]
 ) -> None:
-    recipe = corpus.recipe(
-        tmp_path, "optimizer.momentum=0.5", "schedule.halving_factor=0.5", "parallel.averaging_frames=null"
-    )
+    settings = ("optimizer.momentum=0.5", "schedule.halving_factor=0.5", "parallel.averaging_frames=null")
+    recipe = corpus.recipe(tmp_path, *settings)
     run_training(recipe, tmp_path / "whole", "cpu")
     stop_at(13, signal.SIGTERM)  # in the second pass
     with pytest.raises(TrainingInterrupted):
         run_training(recipe, tmp_path / "stopped", "cpu")
     stop_at(0, signal.SIGTERM)
+    shutil.copytree(corpus.lats, tmp_path / "lats")
+    shutil.copy(corpus.root / "silence.csl", tmp_path)
+    paths = [f"criterion.lattices={tmp_path / 'lats'}", f"criterion.silence_phones={tmp_path / 'silence.csl'}"]
+    resumed = corpus.recipe(tmp_path, *settings, *paths)
     moved = shutil.move(corpus.root / "ce", corpus.root / "elsewhere")  # nothing of it is needed any more
     try:
-        run_training(recipe, tmp_path / "stopped", "cpu", resume=True)
+        run_training(resumed, tmp_path / "stopped", "cpu", resume=True)
     finally:
         shutil.move(moved, corpus.root / "ce")
     assert torch.equal(parameters(tmp_path / "whole"), parameters(tmp_path / "stopped"))
