@@ -199,7 +199,7 @@ def _training_graphs(
 
 
 def _read_transcripts(text: Path, lang: Path) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """The word-ids of each utterance, and how often each word stands in for one that words.txt lacks, by `oov.int`."""
+    """The word-ids of each utterance, and how often each word replaces one that words.txt lacks, by `oov.int`."""
     ids = {word: number for number, word in read_symbols(lang / "words.txt").items()}
     transcripts = read_text(text)
     oov = Counter(word for words in transcripts.values() for word in words if word not in ids)
@@ -212,7 +212,7 @@ def _read_oov(path: Path, word: str) -> int:
     try:
         content = read_bytes_limited(path, 100).strip()
     except OSError as error:
-        message = f"words.txt lacks {word!r}, and oov.int, which says what stands for it, cannot be read"
+        message = f"words.txt lacks {word!r}, and oov.int, which says what replaces it, cannot be read"
         hint = "utils/prepare_lang.sh writes oov.int; or correct the transcripts"
         raise DataError(f"{message}: {error.strerror}", location=path, hint=hint) from error
     if not content.isdigit() or int(content) < 1:

@@ -90,8 +90,8 @@ class _Raw:
 
 
 def determinize(raw: Lattice, beam: float) -> Lattice:
-    """A compact lattice in which each word sequence of `raw` has one path, with the weight and string of its best one; without
-    what lies, by best paths, more than `beam` above the best. `raw`: a state-level lattice with scaled costs; so are
+    """A compact lattice in which each word sequence of `raw` has one path, with the weight and string of its best one, without
+    paths whose cost is more than `beam` above that of the best. `raw`: a state-level lattice with scaled costs; so are
     those of the result."""
     lattice, arcs = _Raw(raw), list[tuple[int, int, int, _Weight]]()
     sets = list[dict[int, _Weight]]()  # residual weights of states of the raw lattice

@@ -29,9 +29,9 @@ class LatticeStore:
         return read_lattice(self._reader, self.entries[utterance])
 
 
-def open_lattices(paths: Sequence[Path], copy: Path, comm: Communicator) -> LatticeStore:
+def open_lattices(paths: Sequence[Path], copy: Path, comm: Communicator, *, keep: bool = False) -> LatticeStore:
     """The lattices of these dirs: where `lat.scp` says, or of `lat.*.gz`, which nobody can read from the middle and which
-    worker 0 therefore copies into an archive, `copy` with .ark and .scp; a complete one is taken as it is. Collective.
+    worker 0 therefore copies into an archive, `copy` with .ark and .scp. `keep`: one that is there is of these dirs. Collective.
     DataError: damaged input, or an utterance that is in two of the dirs."""
     entries, archives = list[ScpEntry](), list[Path]()
     for path in paths:
@@ -40,7 +40,7 @@ def open_lattices(paths: Sequence[Path], copy: Path, comm: Communicator) -> Latt
         else:
             archives += job_files(path, "lat.{}.gz")
     scp = copy.with_suffix(".scp")
-    if archives and comm.rank == 0 and not scp.exists():
+    if archives and comm.rank == 0 and not (keep and scp.exists()):
         lattices = chain.from_iterable(map(iterate_lattices, progress_bar("lattices")(archives)))
         write_lattices(copy.with_suffix(".ark"), scp, lattices, relative=True)
     comm.barrier()

@@ -165,8 +165,8 @@ class SequenceConfig(Section):
     """`smbr`: the expected number of frames with the right pdf; `mpfe`: with the right phone; `mmi`: maximum mutual
     information."""
     lattices: Paths
-    """Denominator lattices of all utterances, made with this network: a dir of `lat.*.gz` (`ddnn denlats`,
-    `steps/nnet/make_denlats.sh`), or a list of such dirs."""
+    """Denominator lattices of all utterances, made with this network: a dir with `lat.scp` or `lat.*.gz`
+    (`steps/nnet/make_denlats.sh`), or a list of such dirs."""
     silence_phones: Path
     """File with the ids of the silence phones: `phones/silence.csl` of the lang dir."""
     class_counts: Path | None = None

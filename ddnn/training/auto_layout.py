@@ -140,13 +140,13 @@ def choose_layout(recipe: Recipe, sizes: Sequence[Size], machines: Machines, fre
     rows, whole = _rows(recipe, workers), Layout(workers)
     alone = minibatch_seconds(machines[1], sizes, rows, Layout()) / rows
     speed_ups = {prediction.layout: alone / prediction.frame_seconds for prediction in predicted}
-    said = [
+    texts = [
         f"{layout} {speed_ups[layout]:.2f}" for layout in dict.fromkeys((chosen.layout, whole)) if layout in speed_ups
     ]
     split = max((speed_ups[layout] for layout in speed_ups if layout != whole), default=1.0)
     if split < 1.0:
-        said.append(f"a split over {workers} workers would be slower than one ({split:.2f})")
-    log.info("auto: predicted speed-ups over one worker (replicas x columns x stages): %s", ", ".join(said))
+        texts.append(f"a split over {workers} workers would be slower than one ({split:.2f})")
+    log.info("auto: predicted speed-ups over one worker (replicas x columns x stages): %s", ", ".join(texts))
     return chosen.layout
 
 

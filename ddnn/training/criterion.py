@@ -88,6 +88,8 @@ class UtteranceCriterion(Criterion):
         groups: Groups,
         run: RunDir,
         counts: Float64Array,
+        *,
+        resumed: bool,
     ) -> None:
         self.recipe, self.data, self.groups, self.counts, self.config = recipe, data, groups, counts, config
         self.precision = "float32"
@@ -96,11 +98,11 @@ class UtteranceCriterion(Criterion):
             for part in source.parts if source is not None else ():
                 references |= read_transition_ids(part.corpus.alignments, {*dataset.utterances})
         model = read_transition_model(data.source.parts[0].corpus.alignments / "final.mdl")
-        lattices = open_lattices(as_list(config.lattices), run.path / "lattices", groups.world)
+        lattices = open_lattices(as_list(config.lattices), run.path / "lattices", groups.world, keep=resumed)
         self.lattices, self.references, self.num_tids = lattices, references, model.num_transition_ids
         self.criterion = options.sequence_criterion(config, model)
         rank, per_update = groups.data.rank, config.utterances_per_update
-        train = shuffled(self._usable(data.train, "training"), recipe.seed, rank)
+        train = shuffled(self._usable(data.train, "training", by_each=True), recipe.seed, rank)
         self._sampler = UtteranceSampler(data.dataset, train, per_update)
         self._cv_sampler = UtteranceSampler(data.cv.dataset, self._usable(data.cv, "cross-validation"))
         self.sizes = MinibatchSizes(self._sampler.batch_size, self._sampler.batch_size)
@@ -122,9 +124,9 @@ class UtteranceCriterion(Criterion):
         priors = torch.from_numpy(log_priors(self.counts)).float().to(self.data.device)
         return partial(SequenceObjective, criterion=self.criterion, utterances=utterances, log_priors=priors)
 
-    def _usable(self, frames: FrameSubset, kind: str) -> list[int]:
-        """Indices of the utterances with a lattice of their length. Logs how many others there are. Collective. DataError: a
-        worker has none; a lattice has transition-ids of another model."""
+    def _usable(self, frames: FrameSubset, kind: str, *, by_each: bool = False) -> list[int]:
+        """Indices of the utterances with a lattice of their length. Logs how many others there are. Collective. DataError: there
+        are none, or where `by_each` is true, none of one worker; a lattice has transition-ids of another model."""
         dataset, skipped, usable = frames.dataset, Counter[str](), list[int]()
         for u in progress_bar(f"lattices for {kind}")(utterances_of(frames)):
             reason = self._problem(dataset.utterances[u], int(dataset.num_frames[u]))
@@ -144,11 +146,11 @@ class UtteranceCriterion(Criterion):
                 number,
                 reasons or "none",
             )
-        if not all(each[0] for each in everyone):
-            message = f"no utterance of a worker's shard can be used for {kind}: {dict(total)}"
-            raise DataError(
-                message, location="criterion.lattices", hint="make lattices of these utterances, or take fewer workers"
-            )
+        usable_by = [each[0] for each in everyone]
+        if not any(usable_by) or (by_each and not all(usable_by)):
+            message = f"no utterance of {'a worker' if any(usable_by) else 'all'} can be used for {kind}: {dict(total)}"
+            hint = "make lattices of these utterances" + (", or take fewer workers" if any(usable_by) else "")
+            raise DataError(message, location="criterion.lattices", hint=hint)
         return usable
 
     def _problem(self, name: str, frames: int) -> str | None:
@@ -165,19 +167,16 @@ class UtteranceCriterion(Criterion):
         return None if lattice.num_frames == frames else "whose lattice has another length"
 
 
-def make_criterion(recipe: Recipe, data: TrainingData, groups: Groups, run: RunDir) -> Criterion:
-    """What `criterion` of the recipe says. Collective. DataError, RecipeError: the data or lattices do not fit it."""
-    if not isinstance(recipe.criterion, SequenceConfig):
+def make_criterion(
+    recipe: Recipe, data: TrainingData, groups: Groups, run: RunDir, *, resumed: bool = False
+) -> Criterion:
+    """What `criterion` of the recipe says. `resumed`: class counts and copied lattices are those of the run dir. Collective.
+    DataError, RecipeError: the data or lattices do not fit it."""
+    criterion, init = recipe.criterion, recipe.init
+    if not (isinstance(criterion, SequenceConfig) and isinstance(init, TrainedModelConfig)):
         return Criterion(recipe, data, groups)
-    return UtteranceCriterion(
-        recipe, recipe.criterion, data, groups, run, class_counts(recipe, run, data.index.num_pdfs)
-    )
-
-
-def class_counts(recipe: Recipe, run: RunDir, num_pdfs: int) -> Float64Array:
-    """Those of the network that a sequence training starts from, which are kept in its run dir."""
-    criterion, init, own = recipe.criterion, recipe.init, run.path / PDF_COUNTS
-    assert isinstance(criterion, SequenceConfig) and isinstance(init, TrainedModelConfig)
-    if own.exists():
-        return read_counts(own, num_pdfs)
-    return read_counts(criterion.class_counts or run_dir_of(init.model) / PDF_COUNTS, num_pdfs)
+    path = run.path if resumed else run_dir_of(init.model)
+    if criterion.class_counts is not None and not resumed:
+        path = criterion.class_counts
+    counts = read_counts(path / PDF_COUNTS if path.is_dir() else path, data.index.num_pdfs)
+    return UtteranceCriterion(recipe, criterion, data, groups, run, counts, resumed=resumed)

@@ -146,7 +146,7 @@ def test_what_is_skipped_is_counted(corpus: Corpus, tmp_path: Path, caplog: pyte
 
 
 def test_long_utterances_are_skipped(corpus: Corpus, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no utterance of a worker's shard .*'of more than 24 frames': "):
+    with pytest.raises(DataError, match=r"no utterance of all .*'of more than 24 frames': "):
         run_training(corpus.recipe(tmp_path, "criterion.max_frames=24"), tmp_path / "run", "cpu")
 
 
@@ -257,6 +257,20 @@ def test_recipes_that_cannot_be(corpus: Corpus, tmp_path: Path, setting: str) ->
 def test_an_interval_holds_the_longest_utterance(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="30 found, expected at least 40: the longest minibatch has as many frames"):
         run_training(corpus.recipe(tmp_path, "parallel.averaging_frames=30"), tmp_path / "run", "cpu")
+
+
+def test_lattices_of_a_start_that_failed_are_not_those_of_the_next(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the same run dir, where their copy is."""
+    caplog.set_level(logging.INFO, logger="ddnn")
+    with pytest.raises(RecipeError):
+        run_training(corpus.recipe(tmp_path, "parallel.averaging_frames=30"), tmp_path / "run", "cpu")
+    lattices = {name: lattice for name, lattice in corpus.lattices.items() if name[:4] != corpus.names[0][:4]}
+    lats = write_lattice_dir(tmp_path / "lats", lattices)
+    recipe = corpus.recipe(tmp_path, f"criterion.lattices={lats}", "schedule.epochs=1", "data.cv.fraction=0.5")
+    run_training(recipe, tmp_path / "run", "cpu", resume=True)
+    assert "skipped: 3 without a lattice" in caplog.text
 
 
 def test_pdf_ids_are_no_reference(corpus: Corpus, tmp_path: Path) -> None:
