@@ -62,6 +62,6 @@ class SequenceObjective(Objective):
                 losses += (0.0 if self.criterion.name == "mmi" else len(value.derivative)) - value.objective
                 right += value.reference
             else:
-                log.warning("utterance %s: its derivative is not finite and left out of the gradient", name)
+                log.warning("utterance %s: its derivative is not finite: ignored", name)
                 derivative[rows].zero_()
         return torch.tensor(losses, dtype=torch.float64), torch.tensor(right, dtype=torch.float64)
