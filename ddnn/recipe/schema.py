@@ -442,6 +442,12 @@ class WorkersConfig(Section):
         return columns, stages
 
     @property
+    def period(self) -> str:
+        """Between two averagings, in words."""
+        frames = self.averaging_frames
+        return f"{self.averaging_period} minibatches" if frames is None else f"{frames} frames"
+
+    @property
     def replicas(self) -> int:
         """Among how many models the data is shared."""
         return max(1, self.workers // math.prod(self.split))

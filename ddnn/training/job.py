@@ -219,8 +219,8 @@ def assign_device(recipe: Recipe, device: str, world: Communicator) -> torch.dev
         parallel = recipe.parallel
         log.info("%d workers (%s)", world.world_size, ", ".join(devices))
         log.info(
-            "strategy %s, averaging period %d minibatches, sent as %s%s",
-            *(parallel.strategy, parallel.averaging_period, parallel.comm_dtype),
+            "strategy %s, averaging period %s, sent as %s%s",
+            *(parallel.strategy, parallel.period, parallel.comm_dtype),
             ", overlapped" if parallel.overlap else "",
         )
     return chosen

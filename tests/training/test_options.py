@@ -152,6 +152,8 @@ def test_options_of_averaging(keys: dict[str, Any]) -> None:
 def test_an_interval_of_frames() -> None:
     options = averaging_options(make_parallel_config(averaging_frames=2500))
     assert (options.interval, options.averaging_period) == (FrameInterval, 2500)
+    assert make_parallel_config(averaging_frames=2500).period == "2500 frames"
+    assert make_parallel_config().period == "10 minibatches"
 
 
 def test_defaults_of_bmuf() -> None:
