@@ -1,5 +1,5 @@
-"""`ddnn train`, `pretrain`, `evaluate`, `decode-prep`, `align`, `score`, `export` and `import-nnet1`: what makes and uses
-models."""
+"""`ddnn train`, `pretrain`, `evaluate`, `decode-prep`, `align`, `denlats`, `score`, `export` and `import-nnet1`: what makes
+and uses models."""
 
 from __future__ import annotations
 
@@ -343,6 +343,41 @@ def compare_wer(text: Path, first: Path, second: Path, utt2spk: Path | None, jso
     print_result(compare_hypotheses(text, (first, second), utt2spk), json_)
 
 
+@command(
+    epilog="""\b
+    Example:
+      ddnn denlats exp/an4 --graph graph_denlats --model ali/final.mdl --data train --out exp/an4_denlats"""
+)
+@argument("run_dir", type=PATH)
+@option("--graph", "graph_dir", type=PATH, required=True,
+        help="Kaldi graph dir of a weak language model, the unigram of the transcripts: HCLG.fst and words.txt.")  # fmt: skip
+@option("--model", "model_path", type=PATH, required=True, help="The final.mdl that the graph was made with.")
+@option("--data", type=PATH, required=True, help="Kaldi data dir.")
+@option("--out", type=PATH, required=True, help="Folder for lat.scp, its archives, and final.mdl.")
+@option("--beam", type=float, default=13.0, help="Decoding beam; there is no max-active.")
+@option("--lattice-beam", type=float, default=7.0, help="Cost above the best path up to which paths are kept.")
+@option(
+    "--acoustic-scale", type=float, default=0.1, help="Of log-likelihoods in the search; lattices hold them unscaled."
+)
+@option("--raw", is_flag=True, help="Do not determinize: raw_lat.scp, with which training has another criterion.")
+@option("--jobs", "--nj", type=IntRange(min=1), default=1, help="CPU processes, a thread each.")
+@transforms_option
+@device_option
+@pipes_option
+@json_option
+def denlats(
+    beam: float, lattice_beam: float, acoustic_scale: float, raw: bool, json_: bool, **options: Any
+) -> None:  # fmt: skip
+    """Make denominator lattices for sequence training without Kaldi; needs ddnn[decode].
+
+    The same command continues after an interruption.
+    """
+    from ddnn.decoding.lattices import LatticeOptions, make_lattices
+
+    chosen = LatticeOptions(beam, lattice_beam, acoustic_scale, raw)
+    print_result(make_lattices(**options, options=chosen), json_)
+
+
 @command()
 @argument("run_dir", type=PATH)
 @option("--format", type=Choice(["nnet1"]), default="nnet1", show_default=False, expose_value=False,
@@ -374,4 +409,4 @@ def import_nnet1(nnet: Path, feature_transform: Path | None, pdf_counts: Path | 
     prepare.import_nnet1(nnet, feature_transform, out, pdf_counts)
 
 
-COMMANDS = (train, pretrain, evaluate, decode_prep, align, score, compare_wer, export, import_nnet1)
+COMMANDS = (train, pretrain, evaluate, decode_prep, align, denlats, score, compare_wer, export, import_nnet1)

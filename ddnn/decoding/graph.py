@@ -9,6 +9,7 @@ import numpy as np
 
 from ddnn.kaldi.fst import Fst, read_fst, read_symbols
 from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
+from ddnn.util.arrays import Int32Array
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 
@@ -24,6 +25,7 @@ class DecodingGraph:
 
     fst: Fst
     words: dict[int, str]  # by output label; every label on the graph is there
+    transition_ids: Int32Array  # [arcs], 0 where the arc has none
     num_pdfs: int  # columns that a matrix of log-likelihoods must have
     location: Path  # the directory it came from, for messages
     transition_digest: str | None = None  # of the model by which it was read
@@ -59,7 +61,8 @@ def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
     check_epsilon_cycles(fst, location, "make the graph again with utils/mkgraph.sh")
     arcs = fst.arcs.copy()
     arcs["ilabel"] = transitions.transition_to_pdf[arcs["ilabel"]] + 1  # epsilon stays 0: it has the pdf -1
-    return DecodingGraph(replace(fst, arcs=arcs), words, transitions.num_pdfs, graph_dir, transitions.digest)
+    fst, transition_ids = replace(fst, arcs=arcs), fst.arcs["ilabel"]
+    return DecodingGraph(fst, words, transition_ids, transitions.num_pdfs, graph_dir, transitions.digest)
 
 
 def _check_num_pdfs(path: Path, num_pdfs: int, model: Path) -> None:

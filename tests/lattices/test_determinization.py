@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from lattice_paths import Weight, all_paths, posteriors
 
 from ddnn.kaldi.lattice import Arcs, Lattice, iterate_lattices, sort_arcs
 from ddnn.kaldi.transition_model import read_transition_model
@@ -18,7 +19,6 @@ from ddnn.lattices.determinization import determinize
 RawArc = tuple[
     int, int, int, int, float, float
 ]  # source, destination (-1: the end), tid, word, graph and acoustic cost
-Weight = tuple[float, float, tuple[int, ...]]  # graph, acoustic, tids
 
 
 def lattice_of(arcs: list[RawArc]) -> Lattice:
@@ -27,26 +27,6 @@ def lattice_of(arcs: list[RawArc]) -> Lattice:
     has_tid = (tid > 0).astype(np.int64)
     final = destination < 0
     return sort_arcs(Arcs(0, states, source, destination, final, word, np.stack(costs, 1), tid[tid > 0], has_tid))
-
-
-def all_paths(lattice: Lattice) -> list[tuple[tuple[int, ...], Weight]]:
-    """Words, costs and transition-ids of each path."""
-    found = []
-    leaving: dict[int, list[int]] = {}
-    for arc, source in enumerate(lattice.source.tolist()):
-        leaving.setdefault(source, []).append(arc)
-
-    def walk(state: int, words: tuple[int, ...], graph: float, acoustic: float, tids: tuple[int, ...]) -> None:
-        if state == len(lattice.times) - 1:
-            found.append((words, (graph, acoustic, tids)))
-        for arc in leaving.get(state, ()):
-            word = int(lattice.word[arc])
-            string = tuple(lattice.tids[lattice.offsets[arc] : lattice.offsets[arc + 1]].tolist())
-            costs = graph + float(lattice.graph_cost[arc]), acoustic + float(lattice.acoustic_cost[arc])
-            walk(int(lattice.destination[arc]), words + ((word,) if word else ()), *costs, tids + string)
-
-    walk(0, (), 0.0, 0.0, ())
-    return found
 
 
 def best_paths(lattice: Lattice) -> dict[tuple[int, ...], Weight]:
@@ -162,24 +142,6 @@ def test_members_of_a_set_are_never_pruned_singly() -> None:
         (1, 3): (0.0, 0.0, (1, 3)),
         (1, 4): (4.0, 0.0, (2, 4)),  # a tie, which the greater string decides
     }
-
-
-def posteriors(lattice: Lattice, scale: float, transition_to_pdf: np.ndarray, pdfs: int) -> tuple[float, np.ndarray]:
-    """Log-likelihood of a lattice, and the posterior of each pdf in each frame, plainly."""
-    costs = lattice.graph_cost.astype(np.float64) + scale * lattice.acoustic_cost
-    alpha, beta = np.full(len(lattice.times), -np.inf), np.full(len(lattice.times), -np.inf)
-    alpha[0] = beta[-1] = 0.0
-    arcs = list(zip(lattice.source.tolist(), lattice.destination.tolist(), costs.tolist(), strict=True))
-    for source, destination, cost in arcs:
-        alpha[destination] = np.logaddexp(alpha[destination], alpha[source] - cost)
-    for source, destination, cost in reversed(arcs):
-        beta[source] = np.logaddexp(beta[source], beta[destination] - cost)
-    result = np.zeros((lattice.num_frames, pdfs))
-    for arc, (source, destination, cost) in enumerate(arcs):
-        tids = lattice.tids[lattice.offsets[arc] : lattice.offsets[arc + 1]]
-        gamma = np.exp(alpha[source] - cost + beta[destination] - alpha[-1])
-        np.add.at(result, (lattice.times[source] + np.arange(len(tids)), transition_to_pdf[tids]), gamma)
-    return float(alpha[-1]), result
 
 
 def test_as_kaldi_determinizes(shared: Path) -> None:
