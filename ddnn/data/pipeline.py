@@ -4,7 +4,7 @@ agree on what to train on and what to hold out, then on shards, memory and devic
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 Place = Callable[[DataSource, Sequence[int]], torch.device]
 """Chooses, before they are loaded, the device that keeps the frames of these utterances of this worker."""
+Skips = Callable[[str, int], str | None]
+"""By id and number of frames: why no worker has an utterance in its shard; None where one has."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ class TrainingDataConfig:
     held_out: CvSelection | None  # None: nothing, as for RBMs
     seed: int  # for the choice of speakers
     normalize: bool = True  # whether the input is shifted and scaled to zero mean and unit variance
+    skips: Skips = lambda utterance, frames: None
+
+    def usable(self, index: UtteranceIndex, utterances: Iterable[int]) -> list[int]:
+        """Those of `utterances`, indices in `index`, that are not skipped."""
+        names, frames = index.utterances, index.num_frames.tolist()
+        return [u for u in utterances if not self.skips(names[u], frames[u])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +78,7 @@ class DataPlan:
     train_utterances: list[int]  # indices in the index of `source`
     held_out: list[int]  # from `train_utterances`; none where there is a `cv_source`, or no cross-validation
     cv_source: DataSource | None  # the corpora for cross-validation, if they are others
-    train_shards: list[list[int]]  # for each rank its part of `train_utterances`
+    train_shards: list[list[int]]  # for each rank its part of `train_utterances`, without those that are skipped
     held_out_shards: list[list[int]]
 
     @property
@@ -112,7 +120,9 @@ def plan_data(config: TrainingDataConfig, workers: int, comm: Communicator) -> D
             _describe_cross_validation(source, cv_source)
     elif config.held_out is not None:
         train, cv = _hold_out(index, held_out, config.seed, comm)
-    train_shards, cv_shards = (assign_shards(index.num_frames, part, workers) for part in (train, cv))
+    train_shards, cv_shards = (
+        assign_shards(index.num_frames, config.usable(index, part), workers) for part in (train, cv)
+    )
     return DataPlan(source, train, cv, cv_source, train_shards, cv_shards)
 
 
@@ -139,7 +149,7 @@ def training_data(
         cv = dataset.subset(local_positions(shard, plan.held_out))
     else:
         cv_frames = cv_source.index.num_frames
-        cv_shard = assign_shards(cv_frames, range(len(cv_frames)), num_shards)[rank]
+        cv_shard = assign_shards(cv_frames, config.usable(cv_source.index, range(len(cv_frames))), num_shards)[rank]
         cv = load(cv_source, cv_shard).subset(range(len(cv_shard)))
     return TrainingData(**vars(plan), dataset=dataset, device=device, train=train, cv=cv, normalize=config.normalize)
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from ddnn.data.batches import Sampler, ShuffledSampler, UtteranceSampler, shuffled, utterances_of
 from ddnn.data.dataset import AcousticDataset, FrameSubset
-from ddnn.data.pipeline import TrainingData
+from ddnn.data.index import UtteranceIndex
 from ddnn.distributed.groups import Groups
 from ddnn.kaldi.alignments import kaldi_counts, read_transition_ids
 from ddnn.kaldi.transition_model import read_transition_model
@@ -26,8 +27,9 @@ from ddnn.recipe.section import as_list
 from ddnn.runs.run_dir import RunDir
 from ddnn.runs.run_status import PDF_COUNTS, run_dir_of
 from ddnn.training import options
+from ddnn.training.data import load_data
 from ddnn.training.evaluation import CrossValidation, EvalResult, Validation, baseline_result
-from ddnn.util.arrays import Float64Array, Int32Array
+from ddnn.util.arrays import Int32Array
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.progress import progress_bar
 from ddnn.util.text import plural
@@ -39,6 +41,7 @@ class Criterion:
     """Cross-entropy. Collective.
 
     Attributes:
+        data: what this worker trains on.
         sizes: of this worker's minibatches.
         precision: that the recipe asks for.
         counts: float64 (pdfs,), from which the priors of decoding are made.
@@ -49,8 +52,9 @@ class Criterion:
     make_objective: MakeObjective = CrossEntropy
     graphs = True
 
-    def __init__(self, recipe: Recipe, data: TrainingData, groups: Groups) -> None:
-        self.recipe, self.data, self.groups = recipe, data, groups
+    def __init__(self, recipe: Recipe, device: torch.device, groups: Groups) -> None:
+        self.recipe, self.groups = recipe, groups
+        self.data = data = load_data(recipe, device, groups)
         self.sizes, self.precision = options.minibatch_sizes(recipe), recipe.precision
         self.counts = kaldi_counts(data.index.pdf_counts)
         options.require_minibatch(data.index, "minibatch_size", self.sizes.end, data.train_shards)
@@ -76,7 +80,7 @@ class HeldOut(CrossValidation):
 
 
 class UtteranceCriterion(Criterion):
-    """sMBR, MPFE or MMI, utterance by utterance; its log-priors are those of `counts` (pdfs,)."""
+    """sMBR, MPFE or MMI, utterance by utterance; its log-priors are those of `counts`, a file."""
 
     graphs = False
 
@@ -84,27 +88,28 @@ class UtteranceCriterion(Criterion):
         self,
         recipe: Recipe,
         config: SequenceConfig,
-        data: TrainingData,
+        device: torch.device,
         groups: Groups,
         run: RunDir,
-        counts: Float64Array,
+        counts: Path,
         *,
         resumed: bool,
     ) -> None:
-        self.recipe, self.data, self.groups, self.counts, self.config = recipe, data, groups, counts, config
-        self.precision = "float32"
+        self.recipe, self.groups, self.config, self.precision = recipe, groups, config, "float32"
+        self.lattices = open_lattices(as_list(config.lattices), run.path / "lattices", groups.world, keep=resumed)
+        self.data = data = load_data(recipe, device, groups, skips=self._skips)
+        self.counts = read_counts(counts, data.index.num_pdfs)
         references = dict[str, Int32Array]()
         for source, dataset in ((data.source, data.dataset), (data.cv_source, data.cv.dataset)):
             for part in source.parts if source is not None else ():
                 references |= read_transition_ids(part.corpus.alignments, {*dataset.utterances})
         model = read_transition_model(data.source.parts[0].corpus.alignments / "final.mdl")
-        lattices = open_lattices(as_list(config.lattices), run.path / "lattices", groups.world, keep=resumed)
-        self.lattices, self.references, self.num_tids = lattices, references, model.num_transition_ids
+        self.references, self.num_tids = references, model.num_transition_ids
         self.criterion = options.sequence_criterion(config, model)
         rank, per_update = groups.data.rank, config.utterances_per_update
-        train = shuffled(self._usable(data.train, "training", by_each=True), recipe.seed, rank)
-        self._sampler = UtteranceSampler(data.dataset, train, per_update)
-        self._cv_sampler = UtteranceSampler(data.cv.dataset, self._usable(data.cv, "cross-validation"))
+        train = self._usable(data.train, data.index.subset(data.train_utterances), "training", by_each=True)
+        self._sampler = UtteranceSampler(data.dataset, shuffled(train, recipe.seed, rank), per_update)
+        self._cv_sampler = UtteranceSampler(data.cv.dataset, self._usable(data.cv, data.cv_index(), "cross-validation"))
         self.sizes = MinibatchSizes(self._sampler.batch_size, self._sampler.batch_size)
         self.make_objective = self._objective_for(data.dataset)
         longest, period = groups.world.all_gather_object(self.sizes.end), recipe.parallel.averaging_frames
@@ -124,59 +129,61 @@ class UtteranceCriterion(Criterion):
         priors = torch.from_numpy(log_priors(self.counts)).float().to(self.data.device)
         return partial(SequenceObjective, criterion=self.criterion, utterances=utterances, log_priors=priors)
 
-    def _usable(self, frames: FrameSubset, kind: str, *, by_each: bool = False) -> list[int]:
-        """Indices of the utterances with a lattice of their length. Logs how many others there are. Collective. DataError: there
-        are none, or where `by_each` is true, none of one worker; a lattice has transition-ids of another model."""
-        dataset, skipped, usable = frames.dataset, Counter[str](), list[int]()
-        for u in progress_bar(f"lattices for {kind}")(utterances_of(frames)):
-            reason = self._problem(dataset.utterances[u], int(dataset.num_frames[u]))
-            if reason is None:
-                usable.append(u)
-            else:
-                skipped[reason] += 1
-        everyone = self.groups.data.all_gather_object([len(usable), *skipped.items()])
-        total = sum((Counter(dict(each[1:])) for each in everyone), Counter[str]())
+    def _usable(self, frames: FrameSubset, index: UtteranceIndex, kind: str, *, by_each: bool = False) -> list[int]:
+        """Indices of this worker's utterances with a lattice of their length. Logs how many others there are, `index` being of all
+        workers. Collective. DataError: there are none, or where `by_each` is true, none of one worker; a lattice has
+        transition-ids of another model."""
+        dataset, own = frames.dataset, progress_bar(f"lattices for {kind}")(utterances_of(frames))
+        usable = [u for u in own if self._fits(dataset.utterances[u], int(dataset.num_frames[u]))]
+        usable_by = self.groups.data.all_gather_object(len(usable))
+        reasons = map(self._skips, index.utterances, index.num_frames.tolist())
+        skipped = Counter(reason for reason in reasons if reason)
+        skipped["whose lattice has another length"] = len(index.entries) - sum(usable_by) - skipped.total()
+        skipped = +skipped
         if self.groups.world.rank == 0:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(total.items()))
-            number = plural(sum(each[0] for each in everyone), "utterance")
+            text = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
             log.log(
-                logging.WARNING if total else logging.INFO,
+                logging.WARNING if skipped else logging.INFO,
                 "%s: %s with lattices; skipped: %s",
                 kind,
-                number,
-                reasons or "none",
+                plural(sum(usable_by), "utterance"),
+                text or "none",
             )
-        usable_by = [each[0] for each in everyone]
         if not any(usable_by) or (by_each and not all(usable_by)):
-            message = f"no utterance of {'a worker' if any(usable_by) else 'all'} can be used for {kind}: {dict(total)}"
+            message = (
+                f"no utterance of {'a worker' if any(usable_by) else 'all'} can be used for {kind}: {dict(skipped)}"
+            )
             hint = "make lattices of these utterances" + (", or take fewer workers" if any(usable_by) else "")
             raise DataError(message, location="criterion.lattices", hint=hint)
         return usable
 
-    def _problem(self, name: str, frames: int) -> str | None:
-        """Why an utterance is skipped, in the order of Kaldi's checks."""
+    def _skips(self, name: str, frames: int) -> str | None:
+        """Why an utterance is skipped, as far as is known without its lattice, in the order of Kaldi's checks."""
         if name not in self.lattices:
             return "without a lattice"
-        if frames > self.config.max_frames:
-            return f"of more than {self.config.max_frames} frames"
+        return f"of more than {self.config.max_frames} frames" if frames > self.config.max_frames else None
+
+    def _fits(self, name: str, frames: int) -> bool:
+        """Whether the lattice of an utterance has its length."""
         lattice = self.lattices[name]
         if len(lattice.tids) and lattice.tids.max() > self.num_tids:
             message = f"utterance {name}: its lattice has transition-id {lattice.tids.max()}, expected at most {self.num_tids}"
             hint = "make lattices and alignments with one final.mdl"
             raise DataError(message, location=self.lattices.entries[name].location, hint=hint)
-        return None if lattice.num_frames == frames else "whose lattice has another length"
+        return lattice.num_frames == frames
 
 
 def make_criterion(
-    recipe: Recipe, data: TrainingData, groups: Groups, run: RunDir, *, resumed: bool = False
+    recipe: Recipe, device: torch.device, groups: Groups, run: RunDir, *, resumed: bool = False
 ) -> Criterion:
-    """What `criterion` of the recipe says. `resumed`: class counts and copied lattices are those of the run dir. Collective.
-    DataError, RecipeError: the data or lattices do not fit it."""
+    """What `criterion` of the recipe says, with its data, for a worker that computes on `device`. `resumed`: class counts and
+    copied lattices are those of the run dir. Collective. DataError, RecipeError: as `load_data`; the data or lattices do not
+    fit it."""
     criterion, init = recipe.criterion, recipe.init
     if not (isinstance(criterion, SequenceConfig) and isinstance(init, TrainedModelConfig)):
-        return Criterion(recipe, data, groups)
+        return Criterion(recipe, device, groups)
     path = run.path if resumed else run_dir_of(init.model)
     if criterion.class_counts is not None and not resumed:
         path = criterion.class_counts
-    counts = read_counts(path / PDF_COUNTS if path.is_dir() else path, data.index.num_pdfs)
-    return UtteranceCriterion(recipe, criterion, data, groups, run, counts, resumed=resumed)
+    counts = path / PDF_COUNTS if path.is_dir() else path
+    return UtteranceCriterion(recipe, criterion, device, groups, run, counts, resumed=resumed)

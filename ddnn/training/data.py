@@ -10,6 +10,7 @@ import torch
 
 from ddnn.data.index import fraction_of
 from ddnn.data.pipeline import (
+    Skips,
     TrainingData,
     plan_data,
     speakers_in_both,
@@ -29,7 +30,14 @@ from ddnn.training.network_layers import describe_parameters, network_layers
 from ddnn.util.text import duration, plural
 
 
-def load_data(recipe: Recipe, device: torch.device, groups: Groups, *, held_out: bool = True) -> TrainingData:
+def load_data(
+    recipe: Recipe,
+    device: torch.device,
+    groups: Groups,
+    *,
+    held_out: bool = True,
+    skips: Skips = lambda *utterance: None,
+) -> TrainingData:
     """What this worker trains on, computing on `device`. `held_out`: see `options.data_config`. Collective. Raises
     as `training_data` and `place_features`."""
     on_host = recipe.data.feature_device == "cpu"
@@ -39,7 +47,8 @@ def load_data(recipe: Recipe, device: torch.device, groups: Groups, *, held_out:
         memory = options.estimate_memory(recipe, input_dim, source.index.num_pdfs, groups.data.world_size)
         return place_features(memory, source, utterances, device, groups.world, on_host=on_host)
 
-    return training_data(options.data_config(recipe, held_out=held_out), device, groups, place)
+    config = replace(options.data_config(recipe, held_out=held_out), skips=skips)
+    return training_data(config, device, groups, place)
 
 
 def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticModel | None = None) -> list[str]:

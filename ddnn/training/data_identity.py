@@ -146,5 +146,6 @@ def feature_statistics(dataset: AcousticDataset, utterances: list[int], comm: Co
         sums += torch.stack([values.sum(dim=0), values.square().sum(dim=0), weights @ values])
         totals[-1] += frames
     comm.all_reduce(totals)
+    totals[-1].clamp_(min=1.0)  # no worker need have any
     mean, square = sums[:2] / totals[-1]
     return torch.stack([mean, (square - mean.square()).clamp_(min=0).sqrt(), sums[2] / totals[-1].sqrt()])

@@ -241,8 +241,8 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     if loaded is None:
         run.write_recipe(job.recipe_text)
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
-    data = load_data(job.recipe, job.device, groups)
-    criterion = make_criterion(recipe, data, groups, run, resumed=loaded is not None)
+    criterion = make_criterion(recipe, job.device, groups, run, resumed=loaded is not None)
+    data = criterion.data
     identity = data_identity(data, groups.data)
     check_shared_data(identity, groups)
     if pretraining is not None and dbn is None:

@@ -170,6 +170,28 @@ def test_the_identity_tells_data_apart(
     assert before.differences(DataIdentity.model_validate_json(before.model_dump_json())) == {}
 
 
+def test_what_is_skipped_is_in_no_shard(tmp_path: Path) -> None:
+    """Here everything in a corpus for cross-validation, and of the training data two speakers."""
+    folder, (features, labels) = prepare(tmp_path / "a", *labelled_utterances()), labelled_utterances()
+    rows, pdfs = ({f"x{name}": array for name, array in each.items()} for each in (features, labels))
+    held_out = own_cv(write_data_dir(tmp_path / "cv", rows), write_pdfs(tmp_path / "cv.txt", pdfs))
+
+    def skips(utterance: str, frames: int) -> str | None:
+        assert frames == len(features[utterance.removeprefix("x")])
+        return "of another speaker" if not utterance.startswith(("spk0", "spk1")) else None
+
+    def work(comm: Communicator) -> tuple[list[str], int, DataIdentity]:
+        data = load(folder, held_out, comm, skips=skips)
+        return list(data.dataset.utterances), len(data.cv.dataset.utterances), data_identity(data, comm)
+
+    (first, *held, identity), (second, *also_held, other) = run_workers(2, work)
+    assert sorted(first + second) == [name for name in sorted(features) if name < "spk2"]
+    assert len(first) == len(second)
+    assert held == also_held == [0]
+    assert identity.differences(other) == {}
+    assert identity.differences(DataIdentity.model_validate_json(identity.model_dump_json())) == {}
+
+
 def test_the_identity_of_features_of_other_dimensions(tmp_path: Path) -> None:
     features, labels = labelled_utterances()
     found = data_identity(load(prepare(tmp_path / "a", features, labels)), SingleProcess())

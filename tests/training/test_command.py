@@ -140,13 +140,12 @@ def test_the_scope_of_max_change_says_whose_frames_limit_a_step(recipe: Path, sc
     def work(comm: Communicator) -> tuple[float, float]:
         cpu, run, policy = torch.device("cpu"), NullRunDir(Path("nowhere")), NoCheckpoints()
         groups = Groups.data_parallel(comm)
-        data = training_data(data_config(settings), cpu, groups)
-        job = Job(settings, "", groups, run, GracefulShutdown(), cpu)
-        model, criterion = (
-            initial_model(settings, data, None, None, groups),
-            make_criterion(settings, data, groups, run),
+        job, criterion = (
+            Job(settings, "", groups, run, GracefulShutdown(), cpu),
+            make_criterion(settings, cpu, groups, run),
         )
-        trainer = assemble_trainer(job, model, data, criterion, "", policy, None)
+        model = initial_model(settings, criterion.data, None, None, groups)
+        trainer = assemble_trainer(job, model, criterion.data, criterion, "", policy, None)
         return trainer.averager.lr_scale, trainer.optimizer.included_lr_scale
 
     assert run_workers(2, work) == [(2.0, scale)] * 2

@@ -756,7 +756,7 @@ def test_nothing_to_resume_from(
     def interrupted(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("ddnn.training.job.load_data", interrupted)
+    monkeypatch.setattr("ddnn.training.criterion.load_data", interrupted)
     with pytest.raises(SystemExit) as ended:
         run_training(recipe, tmp_path / "early", "cpu")
     assert ended.value.code == 128 + signal.SIGTERM

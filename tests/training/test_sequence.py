@@ -19,6 +19,7 @@ from distributed.threads import run_workers
 from jobs import RunCli, assert_refused
 from kaldi_files import read_matrix
 
+from ddnn.data.index import assign_shards
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.kaldi.alignments import read_pdf_counts
 from ddnn.kaldi.archive import read_scp
@@ -148,6 +149,35 @@ def test_what_is_skipped_is_counted(corpus: Corpus, tmp_path: Path, caplog: pyte
 def test_long_utterances_are_skipped(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no utterance of all .*'of more than 24 frames': "):
         run_training(corpus.recipe(tmp_path, "criterion.max_frames=24"), tmp_path / "run", "cpu")
+
+
+@pytest.mark.parametrize("reason", ["without a lattice", "of more than 35 frames"])
+def test_workers_share_what_can_be_used(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    """Also where nothing of what one of them would have of all utterances can be."""
+    caplog.set_level(logging.INFO, logger="ddnn")
+    held_out, trained = corpus.names[-2:], corpus.names[:-2]
+    (tmp_path / "held_out").write_text("\n".join(held_out) + "\n")
+    lengths = np.array([len(corpus.labels[name]) for name in trained])
+    lattices, settings = corpus.lattices, ["criterion.max_frames=35"]
+    left = {name for name in trained if len(corpus.labels[name]) <= 35}
+    if reason == "without a lattice":
+        of_one = {trained[u] for u in assign_shards(lengths, range(len(trained)), 2)[1]}
+        left = {*trained} - of_one
+        lattices = {name: lattice for name, lattice in lattices.items() if name not in of_one}
+        settings = [f"criterion.lattices={write_lattice_dir(tmp_path / 'lats', lattices)}"]
+    settings += ["data.cv.fraction=null", f"data.cv.utterances={tmp_path / 'held_out'}", "schedule.epochs=1"]
+    run_workers(2, lambda comm: run_training(corpus.recipe(tmp_path, *settings), tmp_path / "run", "cpu", comm))
+    frames = sum(len(corpus.labels[name]) for name in left)
+    assert rows_of(tmp_path / "run", "train")[0]["frames"] == frames
+    workers = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    lengths *= [name in left for name in trained]
+    expected = [int(lengths[shard].sum()) for shard in assign_shards(lengths, range(len(trained)), 2)]
+    assert [row["frames"] for row in workers if row["type"] == "worker"] == expected
+    assert (
+        f"training: {len(left)} utterances with lattices; skipped: {len(trained) - len(left)} {reason}" in caplog.text
+    )
 
 
 def test_several_utterances_make_one_update(corpus: Corpus, tmp_path: Path) -> None:
