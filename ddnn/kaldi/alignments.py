@@ -100,8 +100,10 @@ def job_files(path: Path, name: str) -> list[Path]:
         raise DataError(f"cannot read the dir: {error.strerror}", location=path) from error
     numbers = sorted(int(match[1]) for entry in names if (match := job.fullmatch(entry)))
     if not numbers:
-        hint = "give a Kaldi alignment dir (steps/align_*.sh writes one), or an archive of pdf-ids"
-        raise DataError(f"there is no {name.format('*')} in the alignment dir", location=path, hint=hint)
+        hint = (
+            "give a dir that Kaldi's script or ddnn has written to its end; alignments may be an archive of pdf-ids too"
+        )
+        raise DataError(f"there is no {name.format('*')}", location=path, hint=hint)
     expected = numbers[-1]
     if promised is not None:
         if not re.fullmatch(rb"[1-9][0-9]{0,8}", promised):

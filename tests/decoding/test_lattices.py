@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from corpora import write_data_dir, write_graph_dir, write_model
-from jobs import RunCli
+from jobs import RunCli, assert_refused
 from lattice_paths import all_paths, posteriors
 
 from ddnn.decoding import lattices
@@ -192,6 +192,23 @@ def test_files_of_other_systems_are_refused(toy: Path) -> None:
     paths = toy / "data", toy / "graph", toy / "final.mdl", toy / "out"
     with pytest.raises(DataError, match="has 3 pdfs, the network 4"):
         make_lattices(toy / "four/run", *paths, LatticeOptions())
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("graph/HCLG.fst", "cannot read the FST"),
+        ("graph/words.txt", "the symbol table does not exist"),
+        ("final.mdl", "cannot read a Kaldi transition model"),
+        ("run/ali_train_pdf.counts", "there is no ali_train_pdf.counts"),
+    ],
+)
+def test_what_is_not_there_is_named(toy: Path, run_cli: RunCli, missing: str, message: str) -> None:
+    (toy / missing).unlink()
+    paths = ["--graph", toy / "graph", "--model", toy / "final.mdl", "--data", toy / "data", "--out", toy / "out"]
+    where = toy / ("run" if missing.startswith("run") else missing)
+    assert_refused(run_cli("denlats", toy / "run", *paths, "--device", "cpu"), str(where), message)
+    assert not (toy / "out").exists()
 
 
 @pytest.mark.parametrize(

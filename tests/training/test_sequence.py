@@ -17,7 +17,7 @@ import torch
 from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
 from distributed.threads import run_workers
 from jobs import RunCli, assert_refused
-from kaldi_files import read_matrix
+from kaldi_files import lattice_bytes, read_matrix
 
 from ddnn.data.index import assign_shards
 from ddnn.distributed.signals import TrainingInterrupted
@@ -318,6 +318,62 @@ def test_lattices_of_another_model(corpus: Corpus, tmp_path: Path) -> None:
     recipe = corpus.recipe(tmp_path, f"criterion.lattices={write_lattice_dir(tmp_path / 'lats', lattices)}")
     with pytest.raises(DataError, match=rf"utterance {name}: its lattice has transition-id 9, expected at most 6"):
         run_training(recipe, tmp_path / "run", "cpu")
+
+
+TWO = (1, 0.0, 0.0, [1], 1)
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "cyclic": (lattice_bytes([(None, [TWO]), ((0.0, 0.0, []), [(1, 0.0, 0.0, [1], 0)])]), "the lattice has a cycle"),
+    "without an end": (lattice_bytes([(None, [TWO]), (None, [])]), "no final state can be reached"),
+    "of no number": (lattice_bytes([(None, [TWO]), ((np.nan, 0.0, []), [])]), "an arc of state 1 has costs [nan  0.]"),
+    "cut short": (lattice_bytes([(None, [TWO]), ((0.0, 0.0, []), [])])[:-3], "cut short"),
+}
+
+
+@pytest.mark.parametrize("form", ["lat.1.gz", "lat.scp"])
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_lattice_is_refused_by_file_and_utterance(
+    corpus: Corpus, tmp_path: Path, run_cli: RunCli, damage: str, form: str
+) -> None:
+    """Before anything is trained, and nothing that was copied remains."""
+    record, message = DAMAGED[damage]
+    lats, name = tmp_path / "lats", corpus.names[1]
+    lats.mkdir()
+    ark = lats / "lat.ark"
+    write_lattices(ark, lats / "lat.scp", corpus.lattices.items())
+    with (lats / "lat.scp").open() as scp:
+        lines = [line for line in scp if not line.startswith(f"{name} ")]
+    sound = ark.read_bytes()
+    ark.write_bytes(sound + f"{name} ".encode() + record)
+    offset = len(sound) + len(name) + 1
+    (lats / "lat.scp").write_text("".join([*lines, f"{name} {ark}:{offset}\n"]))
+    location = f"{ark}:{offset}"
+    if form == "lat.1.gz":
+        (lats / "lat.scp").unlink()
+        location = str(lats / "lat.1.gz")
+        head = sound[: sound.index(f"{corpus.names[1]} ".encode())]
+        Path(location).write_bytes(gzip.compress(head + f"{name} ".encode() + record))
+    corpus.recipe(tmp_path, f"criterion.lattices={lats}")
+    command = (
+        "train",
+        tmp_path / "sequence.yaml",
+        "--set",
+        f"criterion.lattices={lats}",
+        "--run-dir",
+        tmp_path / "run",
+    )
+    assert_refused(run_cli(*command, "--device", "cpu"), location, f"utterance {name}: ", message)
+    assert not {"lattices.ark", "lattices.scp", "final.safetensors", "best.safetensors"} & {
+        path.name for path in (tmp_path / "run").iterdir()
+    }
+
+
+def test_a_dir_without_lattices(corpus: Corpus, tmp_path: Path) -> None:
+    """As ddnn denlats leaves it when it is interrupted."""
+    (tmp_path / "lats").mkdir()
+    (tmp_path / "lats/lat.1.ark").touch()
+    with pytest.raises(DataError, match=r"there is no lat\.\*\.gz") as refused:
+        run_training(corpus.recipe(tmp_path, f"criterion.lattices={tmp_path / 'lats'}"), tmp_path / "run", "cpu")
+    assert "alignment dir" not in str(refused.value) and "has written to its end" in str(refused.value.hint)
 
 
 def test_an_utterance_has_one_lattice(corpus: Corpus, tmp_path: Path) -> None:
