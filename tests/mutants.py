@@ -29,7 +29,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = Path(__file__).with_suffix(".yaml")
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "shared", "demo", "build", "dist")
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "shared", "corpus", "demo", "build", "dist")
 PROCESSES = multiprocessing.get_context("forkserver")
 """Forks of one process that has imported what takes seconds, but no module of ddnn."""
 PRELOADED = ["numpy", "pytest", "torch"]
@@ -98,6 +98,8 @@ def run_tests(mutant: Mutant | None, words: Sequence[str], seconds: float | None
         shutil.copytree(ROOT, tree, ignore=NOT_COPIED)
         if (ROOT.parent / "shared").is_dir():  # the reference data that tests look for beside the code
             (tree.parent / "shared").symlink_to(ROOT.parent / "shared")
+        for corpus in ROOT.glob("recipes/*/corpus"):  # not copied: 40 MB
+            (tree / corpus.relative_to(ROOT)).symlink_to(corpus)
         if mutant is not None:
             place = tree / mutant.file
             place.write_text(mutant.applied(place.read_text()))

@@ -312,7 +312,9 @@ def texts() -> Iterator[tuple[str, str]]:
         "docs/**/*.md",
         "README.md",
         "configs/**/*",
-        "recipes/**/*",
+        "recipes/**/*.md",
+        "recipes/**/*.py",
+        "recipes/**/*.yaml",
     ):
         for path in sorted(ROOT.glob(pattern)):
             name = str(path.relative_to(ROOT))
