@@ -24,7 +24,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONG = ("test_restarts.py", "test_real_slurm.py")
 """Files that take minutes: they begin, so that at the end no core waits for them."""
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,9 +75,9 @@ def signal_handlers_are_given_back() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The reference corpora beside the project, which cannot be copied into it."""
+    """What Kaldi made of the corpora, beside the project: its networks (`an4/kaldi_nnet1`), lattices, a local Slurm."""
     if not (SHARED / "an4").is_dir():
-        pytest.skip(f"reference corpora not found at {SHARED}")
+        pytest.skip(f"Kaldi's own networks and lattices not found at {SHARED}")
     return SHARED
 
 
@@ -88,18 +89,31 @@ def golden() -> Path:
 
 @pytest.fixture
 def from_kaldi(golden: Path, request: pytest.FixtureRequest) -> Callable[[str], Path]:
-    """A file by its name: golden/..., or an4/..., where the test is skipped without the corpora."""
+    """A file by its name: golden/..., recipes/..., or an4/kaldi_nnet1/..., without which the test is skipped."""
 
     def place(name: str) -> Path:
-        return golden.parent / name if name.startswith("golden/") else request.getfixturevalue("shared") / name
+        folders = {"golden": golden.parent, "recipes": ROOT}
+        return (folders.get(name.partition("/")[0]) or request.getfixturevalue("shared")) / name
 
     return place
 
 
 @pytest.fixture(scope="session")
-def an4(shared: Path) -> Path:
+def an4() -> Path:
     """AN4 as Kaldi leaves it."""
-    return shared / "an4"
+    return ROOT / "recipes/an4/corpus"
+
+
+@pytest.fixture(scope="session")
+def kaldi_nnet1(shared: Path) -> Path:
+    """The networks that Kaldi trained on AN4."""
+    return shared / "an4/kaldi_nnet1"
+
+
+@pytest.fixture(scope="session")
+def fsdd() -> Path:
+    """Spoken digits as Kaldi leaves them."""
+    return ROOT / "recipes/fsdd/corpus"
 
 
 @dataclass(frozen=True)

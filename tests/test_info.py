@@ -221,11 +221,23 @@ def test_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "some"),
     [
-        ("an4/train", "Kaldi data dir", {"utterances": 948, "speakers": 74, "frames": 253682, "dims": 40}),
-        ("an4/ali", "Kaldi alignment dir", {"jobs": 2, "pdfs": 616, "utterances": 948, "frames": 253682}),
-        ("an4/ali/final.mdl", "Kaldi acoustic model (its transition model)", {"pdfs": 616, "transition_ids": 4860}),
-        ("an4/graph", "Kaldi graph dir", {"states": 38708, "arcs": 96162, "words": 107}),
-        ("an4/graph/HCLG.fst", "OpenFst graph", {"states": 38708, "arcs": 96162}),
+        (
+            "recipes/an4/corpus/train",
+            "Kaldi data dir",
+            {"utterances": 948, "speakers": 74, "frames": 253682, "dims": 40},
+        ),
+        (
+            "recipes/an4/corpus/ali",
+            "Kaldi alignment dir",
+            {"jobs": 2, "pdfs": 616, "utterances": 948, "frames": 253682},
+        ),
+        (
+            "recipes/an4/corpus/ali/final.mdl",
+            "Kaldi acoustic model (its transition model)",
+            {"pdfs": 616, "transition_ids": 4860},
+        ),
+        ("recipes/an4/corpus/graph", "Kaldi graph dir", {"states": 38708, "arcs": 96162, "words": 107}),
+        ("recipes/an4/corpus/graph/HCLG.fst", "OpenFst graph", {"states": 38708, "arcs": 96162}),
         ("an4/kaldi_nnet1/rbm_ce.nnet", "Kaldi nnet1 network", {"input_dim": 440, "output_dim": 616}),
         ("golden/conv/tokens/bare.txt.nnet", "Kaldi nnet1 network", {"input_dim": 72, "output_dim": 10}),
         (
@@ -258,12 +270,12 @@ def test_what_kaldi_wrote(from_kaldi: Callable[[str], Path], name: str, kind: st
     assert {key: found[key] for key in some} == some
 
 
-def test_large_alignment_dirs_and_graphs_are_not_read_whole(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_alignment_dirs_and_graphs_are_not_read_whole(an4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "MAX_SCAN_BYTES", 10_000)
-    found = facts(shared / "an4/ali")
+    found = facts(an4 / "ali")
     assert "utterances" not in found
     assert found["first_keys"] == ["fash-an251-fash-b", "fash-an253-fash-b", "fash-an254-fash-b"]
-    assert facts(shared / "an4/graph/HCLG.fst")["bytes"] == "2312817, too many to scan"
+    assert facts(an4 / "graph/HCLG.fst")["bytes"] == "2312817, too many to scan"
 
 
 @pytest.mark.parametrize(

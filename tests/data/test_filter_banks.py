@@ -1,5 +1,5 @@
 """Filter banks on their way into a network, in Kaldi's order: CMVN with variance per speaker, deltas, splice and
-normalization equal Kaldi's own numbers, on small data (tests/golden/conv) and on spoken digits (../shared/fsdd)."""
+normalization equal Kaldi's own numbers, on small data (tests/golden/conv) and on spoken digits (recipes/fsdd)."""
 
 from __future__ import annotations
 
@@ -74,20 +74,19 @@ def test_splice_and_normalization_are_kaldis(golden: Path, tmp_path: Path, name:
     np.testing.assert_allclose(found.numpy(), (spliced + shift.shift) * scale.scale, rtol=0, atol=1e-5)
 
 
-def test_spoken_digits_are_normalized_as_kaldi_does(shared: Path) -> None:
+def test_spoken_digits_are_normalized_as_kaldi_does(fsdd: Path, shared: Path) -> None:
     """Compressed archives of 8 bits, deltas, splice: Kaldi's own feature transform, of all but the held-out speaker."""
-    corpus = shared / "fsdd"
-    assert b"\0BCM " in (corpus / "train/feats.ark").read_bytes()[:40]  # compressed, one byte per value
-    dataset = load_all(corpus / "train", None, 5, FeatureConfig(deltas=2))
-    held_out = set((corpus / "cv_speakers.txt").read_text().split())
+    assert b"\0BCM " in (fsdd / "train/feats.ark").read_bytes()[:40]  # compressed, one byte per value
+    dataset = load_all(fsdd / "train", None, 5, FeatureConfig(deltas=2))
+    held_out = set((fsdd / "cv_speakers.txt").read_text().split())
     kept = [u for u, name in enumerate(dataset.utterances) if name.partition("-")[0] not in held_out]
     assert len(dataset.utterances) - len(kept) == 106 and int(dataset.num_frames.sum()) == 157_593
     transform = estimate_normalization(splice_only(120, 5), dataset, kept)
-    _, shift, scale = read_nnet1(corpus / "kaldi_nnet1/feature_transform.nnet")
+    _, shift, scale = read_nnet1(shared / "fsdd/kaldi_nnet1/feature_transform.nnet")
     assert isinstance(shift, AddShift) and isinstance(scale, Rescale)
     assert transform.shift is not None and transform.scale is not None
     np.testing.assert_allclose(transform.shift.numpy(), shift.shift, rtol=0, atol=2e-6)
     np.testing.assert_allclose(transform.scale.numpy(), scale.scale, rtol=2e-5)
     with MatrixReader() as reader:
-        statics = reader.read(read_scp(corpus / "train/feats.scp")[7])
+        statics = reader.read(read_scp(fsdd / "train/feats.scp")[7])
     np.testing.assert_array_equal(frames_of(dataset, 7)[:, :40], statics)

@@ -142,8 +142,8 @@ def test_import_says_what_it_took_and_what_it_does_not_know(
     assert said(nnet1 / "final.nnet", "file") == f"{alone} (a network alone does not say it: name its directory)"
 
 
-def test_kaldis_own_directory_is_imported(an4: Path, tmp_path: Path) -> None:
-    model = import_nnet1(an4 / "kaldi_nnet1", None, tmp_path / "run")
+def test_kaldis_own_directory_is_imported(kaldi_nnet1: Path, tmp_path: Path) -> None:
+    model = import_nnet1(kaldi_nnet1, None, tmp_path / "run")
     assert (model.transform.context, model.network.output_dim) == (5, 616)
     assert (tmp_path / "run/ali_train_pdf.counts").exists()
 

@@ -106,12 +106,12 @@ def test_scales_in_order_and_the_best_marked(toy: Path) -> None:
     assert plain["alignments"]["u3"] == [["b", "c"]] and "alignments" not in as_json(result)
 
 
-def test_kaldis_loglikelihoods_decode_to_the_reference(an4: Path, tmp_path: Path) -> None:
+def test_kaldis_loglikelihoods_decode_to_the_reference(an4: Path, kaldi_nnet1: Path, tmp_path: Path) -> None:
     reference = (an4 / "test" / "text").read_text().splitlines()[:3]
     (tmp_path / "text").write_text("\n".join(reference) + "\n")
     for graph in ("graph", "graph_ug"):
         result = score(
-            an4 / "kaldi_nnet1" / "loglikes_first3.ark", graph_dir=an4 / graph, model=an4 / "ali" / "final.mdl",
+            kaldi_nnet1 / "loglikes_first3.ark", graph_dir=an4 / graph, model=an4 / "ali" / "final.mdl",
             text=tmp_path / "text", options=DecodeOptions((0.1,)),
         )  # fmt: skip
         # The network takes the B of the third utterance for a P, in Kaldi too: its 4.14 % come out below.
@@ -120,11 +120,10 @@ def test_kaldis_loglikelihoods_decode_to_the_reference(an4: Path, tmp_path: Path
         assert [list(u.hypothesis) for u in result.scales[0].utterances] == right
 
 
-def kaldis_loglikes(an4: Path) -> Iterator[tuple[str, np.ndarray]]:
+def kaldis_loglikes(an4: Path, kaldi_nnet1: Path) -> Iterator[tuple[str, np.ndarray]]:
     """What Kaldi's nnet-forward gives for the test set: pre-softmax activations minus log priors."""
-    kaldi = an4 / "kaldi_nnet1"
-    counts = np.array((kaldi / "ali_train_pdf.counts").read_text().strip().strip("[]").split(), float)
-    network = (*read_nnet1(kaldi / "feature_transform.nnet"), *read_nnet1(kaldi / "rbm_ce.nnet"))
+    counts = np.array((kaldi_nnet1 / "ali_train_pdf.counts").read_text().strip().strip("[]").split(), float)
+    network = (*read_nnet1(kaldi_nnet1 / "feature_transform.nnet"), *read_nnet1(kaldi_nnet1 / "rbm_ce.nnet"))
     for entry in read_scp(an4 / "test" / "feats.scp"):
         x = read_matrix(entry)
         for component in network:
@@ -142,8 +141,8 @@ def kaldis_loglikes(an4: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield entry.key, (x - np.log(counts / counts.sum())).astype(np.float32)
 
 
-def test_kaldis_word_error_rate(an4: Path, tmp_path: Path) -> None:
-    write_matrices(tmp_path / "loglikes.ark", tmp_path / "loglikes.scp", kaldis_loglikes(an4))
+def test_kaldis_word_error_rate(an4: Path, kaldi_nnet1: Path, tmp_path: Path) -> None:
+    write_matrices(tmp_path / "loglikes.ark", tmp_path / "loglikes.scp", kaldis_loglikes(an4, kaldi_nnet1))
     result = score(
         tmp_path, graph_dir=an4 / "graph", model=an4 / "ali" / "final.mdl", text=an4 / "test" / "text",
         options=DecodeOptions((0.1,)),

@@ -225,7 +225,7 @@ def test_counts_of_many_frames() -> None:
     assert pdf_counts(Alignments(pdfs, 5, Path("x"))).tolist() == [700_000] * 4 + [0]
 
 
-def test_kaldis_counts(golden: Path, an4: Path, tmp_path: Path) -> None:
+def test_kaldis_counts(golden: Path, tmp_path: Path) -> None:
     counts = read_pdf_counts(golden / "nnet1/pdf.counts")
     assert counts.dtype == np.float64 and counts.tolist() == [5, 9, 0, 13, 12, 30, 17, 2, 20]
     for values in (counts, counts.astype(np.int64)):
@@ -233,8 +233,8 @@ def test_kaldis_counts(golden: Path, an4: Path, tmp_path: Path) -> None:
         assert (tmp_path / "counts").read_bytes() == (golden / "nnet1/pdf.counts").read_bytes()
 
 
-def test_half_a_frame_is_added_as_in_kaldis_recipes(an4: Path, tmp_path: Path) -> None:
-    kaldi = an4 / "kaldi_nnet1/ali_train_pdf.counts"
+def test_half_a_frame_is_added_as_in_kaldis_recipes(an4: Path, kaldi_nnet1: Path, tmp_path: Path) -> None:
+    kaldi = kaldi_nnet1 / "ali_train_pdf.counts"
     smoothed = kaldi_counts(pdf_counts(read_alignments(an4 / "ali")))
     assert smoothed.sum() == 253_682 + 616 / 2
     np.testing.assert_array_equal(smoothed, read_pdf_counts(kaldi))

@@ -160,9 +160,9 @@ def test_kaldis_posteriors(golden: Path, init: str) -> None:
         np.testing.assert_allclose(forward(network, spliced), posteriors[utterance], atol=1e-6, rtol=0)
 
 
-def test_an4s_network(an4: Path) -> None:
-    transform = read_nnet1(an4 / "kaldi_nnet1" / "feature_transform.nnet")
-    network = read_nnet1(an4 / "kaldi_nnet1" / "rbm_ce.nnet")
+def test_an4s_network(kaldi_nnet1: Path) -> None:
+    transform = read_nnet1(kaldi_nnet1 / "feature_transform.nnet")
+    network = read_nnet1(kaldi_nnet1 / "rbm_ce.nnet")
     assert transform[0] == Splice(tuple(range(-5, 6)), 40)
     dims = [
         (component.input_dim, component.output_dim) for component in network if isinstance(component, AffineTransform)

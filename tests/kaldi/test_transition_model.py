@@ -48,8 +48,8 @@ def rows(path: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("model", "ids", "expected", "table"),
     [
-        ("an4/ali/final.mdl", "tids.txt", "pdfs.expected.txt", "transition_to_pdf"),
-        ("an4/ali/final.mdl", "tids.txt", "phones.expected.txt", "phone"),
+        ("recipes/an4/corpus/ali/final.mdl", "tids.txt", "pdfs.expected.txt", "transition_to_pdf"),
+        ("recipes/an4/corpus/ali/final.mdl", "tids.txt", "phones.expected.txt", "phone"),
         ("golden/tables/mono.mdl", "mono_tids.txt", "mono_pdfs.expected.txt", "transition_to_pdf"),
         ("golden/tables/mono_transitions.txt", "mono_tids.txt", "mono_pdfs.expected.txt", "transition_to_pdf"),
     ],
@@ -76,7 +76,7 @@ def test_figures_of_an4(an4: Path) -> None:
     np.testing.assert_allclose(sums, 1, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["an4/ali/final.mdl", "golden/tables/mono.mdl"])
+@pytest.mark.parametrize("name", ["recipes/an4/corpus/ali/final.mdl", "golden/tables/mono.mdl"])
 def test_written_as_kaldi_wrote_it(from_kaldi: Callable[[str], Path], name: str) -> None:
     written = model_bytes(read_transition_model(from_kaldi(name)), binary=True)
     assert len(written) > 10_000

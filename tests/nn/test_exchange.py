@@ -72,8 +72,8 @@ def test_import_then_export_changes_nothing(golden: Path, tmp_path: Path, name: 
     assert (tmp_path / "front").read_bytes() == (golden / "nnet1/feature_transform.nnet").read_bytes()
 
 
-def test_kaldis_an4_network_is_carried_through(an4: Path, tmp_path: Path) -> None:
-    source, transform = an4 / "kaldi_nnet1/rbm_ce.nnet", an4 / "kaldi_nnet1/feature_transform.nnet"
+def test_kaldis_an4_network_is_carried_through(kaldi_nnet1: Path, tmp_path: Path) -> None:
+    source, transform = kaldi_nnet1 / "rbm_ce.nnet", kaldi_nnet1 / "feature_transform.nnet"
     network, front = to_nnet1(from_nnet1(read_nnet1(source), read_nnet1(transform), source))
     write_nnet1(tmp_path / "network", network)
     (tmp_path / "front").write_bytes(nnet1_bytes(front, binary=False))  # Kaldi left this one as text

@@ -136,7 +136,9 @@ def test_rates_are_imported_as_they_were_given(golden: Path) -> None:
     assert coefs == [0.7, 0.3, 0.5, 0.1, 1.0, 1.0]
 
 
-def test_kaldis_network_of_spoken_digits_is_imported(shared: Path, tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+def test_kaldis_network_of_spoken_digits_is_imported(
+    shared: Path, fsdd: Path, tmp_path: Path, run_cli: Callable[..., Any]
+) -> None:
     """Its own log-likelihoods, from static features: `delta_opts` says which deltas the network reads."""
     kaldi, folder, data = shared / "fsdd/kaldi_nnet1", tmp_path / "nnet1", tmp_path / "data"
     folder.mkdir()
@@ -145,8 +147,8 @@ def test_kaldis_network_of_spoken_digits_is_imported(shared: Path, tmp_path: Pat
     (folder / "delta_opts").write_text("--delta-order=2\n")
     expected = dict(iterate_matrices(kaldi / "cnn.test3.loglikes.ark"))
     data.mkdir()
-    lines = map(str.split, (shared / "fsdd/test/feats.scp").read_text().splitlines())
-    (data / "feats.scp").write_text("".join(f"{k} {shared / 'fsdd/test' / v}\n" for k, v in lines if k in expected))
+    lines = map(str.split, (fsdd / "test/feats.scp").read_text().splitlines())
+    (data / "feats.scp").write_text("".join(f"{k} {fsdd / 'test' / v}\n" for k, v in lines if k in expected))
     assert run_cli("import-nnet1", folder, "--out", tmp_path / "run").exit_code == 0
     assert run_cli("decode-prep", tmp_path / "run", "--data", data, "--out", tmp_path / "out").exit_code == 0
     found = dict(iterate_matrices(tmp_path / "out/loglikes.ark"))

@@ -94,15 +94,15 @@ def test_forward_equals_kaldis(golden: Path, data_dir: Path) -> None:
         np.testing.assert_allclose(scores[utterance], expected["loglikes"][utterance], rtol=1e-5, atol=1e-5)
 
 
-def test_kaldis_an4_log_likelihoods_are_reproduced(an4: Path, tmp_path: Path) -> None:
-    kaldi = dict(iterate_matrices(an4 / "kaldi_nnet1/loglikes_first3.ark"))
+def test_kaldis_an4_log_likelihoods_are_reproduced(an4: Path, kaldi_nnet1: Path, tmp_path: Path) -> None:
+    kaldi = dict(iterate_matrices(kaldi_nnet1 / "loglikes_first3.ark"))
     lines = [line.split() for line in (an4 / "test/feats.scp").read_text().splitlines()]
     (tmp_path / "feats.scp").write_text("".join(f"{k} {an4 / 'test' / v}\n" for k, v in lines if k in kaldi))
     (tmp_path / "utt2spk").write_text("".join(f"{k} {k}\n" for k in kaldi))
-    front = read_nnet1(an4 / "kaldi_nnet1/feature_transform.nnet")
-    model = from_nnet1(read_nnet1(an4 / "kaldi_nnet1/rbm_ce.nnet"), front, an4)
+    front = read_nnet1(kaldi_nnet1 / "feature_transform.nnet")
+    model = from_nnet1(read_nnet1(kaldi_nnet1 / "rbm_ce.nnet"), front, an4)
     corpus = load_all(tmp_path, None, model.transform.context)
-    priors = torch.from_numpy(log_priors(read_pdf_counts(an4 / "kaldi_nnet1/ali_train_pdf.counts"))).float()
+    priors = torch.from_numpy(log_priors(read_pdf_counts(kaldi_nnet1 / "ali_train_pdf.counts"))).float()
     found = dict(compute_scores(model, corpus, "log-likelihoods", priors))
     assert set(found) == set(kaldi)
     for utterance, scores in found.items():

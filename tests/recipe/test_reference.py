@@ -41,11 +41,11 @@ def test_example_is_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert recipe.schedule.initial_learning_rate * recipe.minibatch_size == pytest.approx(2.048)
 
 
-def test_shipped_recipes(shared: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_shipped_recipes(an4: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     root = DOCUMENT.parents[1]
     monkeypatch.chdir(root)
     recipe = load_recipe(Path("recipes/an4/sgd-random.yaml"))
-    assert recipe.data.cv.speakers == shared / "an4" / "cv_speakers.txt"
+    assert recipe.data.cv.speakers == an4 / "cv_speakers.txt"
     assert (recipe.model.hidden_layers, recipe.model.hidden_units, recipe.minibatch_size) == (4, 512, 256)
     for path in (root / "recipes").rglob("*.yaml"):
         if path.name != "reproduce.yaml":

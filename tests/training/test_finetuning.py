@@ -370,11 +370,10 @@ def test_pretrained_layers_may_be_frozen(first: Job, tmp_path: Path, run_cli: Ru
     assert torch.equal(trained.network.parameters[: dbn.network.num_parameters], dbn.network.parameters)
 
 
-def test_a_kaldi_network_is_trained_further(an4: Path, tmp_path: Path, run_cli: RunCli) -> None:
+def test_a_kaldi_network_is_trained_further(an4: Path, kaldi_nnet1: Path, tmp_path: Path, run_cli: RunCli) -> None:
     """By one epoch on a few utterances; epoch 0 is what evaluate says of the imported network."""
-    kaldi = an4 / "kaldi_nnet1"
-    options = ("--feature-transform", kaldi / "feature_transform.nnet", "--out", tmp_path / "imported")
-    assert run_cli("import-nnet1", kaldi / "rbm_ce.nnet", *options).exit_code == 0
+    options = ("--feature-transform", kaldi_nnet1 / "feature_transform.nnet", "--out", tmp_path / "imported")
+    assert run_cli("import-nnet1", kaldi_nnet1 / "rbm_ce.nnet", *options).exit_code == 0
     for name, source, count in (("train", "train", 40), ("cv", "test", 10)):
         (tmp_path / name).mkdir()
         lines = (an4 / source / "feats.scp").read_text().splitlines(keepends=True)[:count]
@@ -387,7 +386,7 @@ def test_a_kaldi_network_is_trained_further(an4: Path, tmp_path: Path, run_cli: 
     recipe.write_text(
         f"data: {{train: {tmp_path}/train, alignments: {an4}/ali,"
         f" cv: {{data: {tmp_path}/cv, alignments: {an4}/ali_test}}}}\n"
-        f"precision: float32\ninit: {{model: {kaldi}}}\nschedule: {{initial_learning_rate: 1.0e-4, max_epochs: 1}}\n"
+        f"precision: float32\ninit: {{model: {kaldi_nnet1}}}\nschedule: {{initial_learning_rate: 1.0e-4, max_epochs: 1}}\n"
     )
     result = train(run_cli, recipe, tmp_path / "run")
     assert result.exit_code == 0, result.stderr

@@ -182,9 +182,9 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_kaldi_s_networks_are_described(name: str, shared: Path, tmp_path: Path) -> None:
+def test_kaldi_s_networks_are_described(name: str, golden: Path, tmp_path: Path) -> None:
     """As model files have their layers, also once the recipe is written into a run dir and read again."""
-    source, model = shared / "golden" / "conv", tmp_path / "model"
+    source, model = golden / "conv", tmp_path / "model"
     model.mkdir()
     shutil.copy(source / name / "init.nnet", model / "final.nnet")
     bands = {"parallel": 10, "conv_step": 11, "prelu_lnorm": 11}.get(name, 8)

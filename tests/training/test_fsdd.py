@@ -58,32 +58,30 @@ def test_a_convolution_finds_formants_that_moved(run_cli, tmp_path: Path, banks:
     assert convolutional["frame_accuracy"] > affine["frame_accuracy"] + 0.02
 
 
-def test_spoken_digits_are_learnt(run_cli, tmp_path: Path, shared: Path) -> None:  # type: ignore[no-untyped-def]
+def test_spoken_digits_are_learnt(run_cli, tmp_path: Path, fsdd: Path) -> None:  # type: ignore[no-untyped-def]
     """After one epoch of the recipe; with Kaldi it is 0.7892 after nine."""
-    found = train(run_cli, "dnn.yaml", shared / "fsdd", tmp_path / "run", "schedule.max_epochs=1")
+    found = train(run_cli, "dnn.yaml", fsdd, tmp_path / "run", "schedule.max_epochs=1")
     assert found["frame_accuracy"] > 0.63 and found["loss"] < 1.2
 
 
 @pytest.mark.parametrize(("recipe", "parameters"), [("dnn.yaml", 500_600), ("cnn.yaml", 312_216)])
 def test_the_networks_have_as_many_parameters_as_kaldis(  # type: ignore[no-untyped-def]
-    run_cli, shared: Path, recipe: str, parameters: int
+    run_cli, fsdd: Path, recipe: str, parameters: int
 ) -> None:
-    said = run_cli("train", RECIPES / recipe, "--dry-run", *told(shared / "fsdd"))
+    said = run_cli("train", RECIPES / recipe, "--dry-run", *told(fsdd))
     assert said.exit_code == 0 and f" {parameters:,} parameters" in said.stdout and "1320" in said.stdout
 
 
-def test_kaldis_own_network_has_kaldis_figures(run_cli, tmp_path: Path, shared: Path) -> None:  # type: ignore[no-untyped-def]
+def test_kaldis_own_network_has_kaldis_figures(run_cli, tmp_path: Path, shared: Path, fsdd: Path) -> None:  # type: ignore[no-untyped-def]
     """The imported CNN on the test set: loss 0.7465, frame accuracy 75.27 %, as Kaldi says."""
-    kaldi, corpus = tmp_path / "kaldi", shared / "fsdd"
+    kaldi, source_dir = tmp_path / "kaldi", shared / "fsdd/kaldi_nnet1"
     kaldi.mkdir()
     (kaldi / "delta_opts").write_text("--delta-order=2\n")
     for name, source in (("final.nnet", "cnn.nnet"), ("final.feature_transform", "feature_transform.nnet")):
-        shutil.copy(corpus / "kaldi_nnet1" / source, kaldi / name)
-    shutil.copy(corpus / "kaldi_nnet1/ali_train_pdf.counts", kaldi)
+        shutil.copy(source_dir / source, kaldi / name)
+    shutil.copy(source_dir / "ali_train_pdf.counts", kaldi)
     assert run_cli("import-nnet1", kaldi, "--out", tmp_path / "run").exit_code == 0
-    said = run_cli(
-        "evaluate", tmp_path / "run", "--data", corpus / "test", "--alignments", corpus / "ali_test", "--json"
-    )
+    said = run_cli("evaluate", tmp_path / "run", "--data", fsdd / "test", "--alignments", fsdd / "ali_test", "--json")
     found = json.loads(said.stdout)
     assert found["frames"] == 52_021
     assert (round(found["loss"], 4), round(100 * found["frame_accuracy"], 2)) == (0.7465, 75.27)

@@ -466,20 +466,19 @@ def test_the_bar_of_an_epoch_says_which_it_is(recipe: Path, monkeypatch: pytest.
     assert names == ["rbm 1 epoch 1 of 3", "rbm 1 epoch 2 of 3, 3 min 0 s left"]
 
 
-def test_kaldis_own_dbn_of_an4_is_taken(an4: Path) -> None:
-    kaldi = an4 / "kaldi_nnet1"
-    dbn, transform = kaldi / "rbm_4.dbn", kaldi / "feature_transform.nnet"
+def test_kaldis_own_dbn_of_an4_is_taken(an4: Path, kaldi_nnet1: Path) -> None:
+    dbn, transform = kaldi_nnet1 / "rbm_4.dbn", kaldi_nnet1 / "feature_transform.nnet"
     taking = [
         "init=rbm", f"pretrain={{dbn: '{dbn}', feature_transform: '{transform}'}}",
         "model={hidden_layers: 4, hidden_units: 512}",
         f"data={{train: '{an4 / 'train'}', alignments: '{an4 / 'ali'}'}}",
     ]  # fmt: skip
     recipe = load_recipe(Path(__file__).parents[2] / "configs/schedule/newbob.yaml", taking)
-    dbn = pretraining.load_dbn(recipe, kaldi / "rbm_4.dbn")
+    dbn = pretraining.load_dbn(recipe, kaldi_nnet1 / "rbm_4.dbn")
     assert [(layer.input_dim, layer.output_dim) for layer in dbn.network.layers] == [(440, 512)] + [(512, 512)] * 3
     assert dbn.transform.offsets == tuple(range(-5, 6))
     with pytest.raises(DataError, match="features have 39 dims, the model was trained on 40"):
-        dbn.check_features(39, kaldi)
+        dbn.check_features(39, kaldi_nnet1)
 
 
 def test_rbms_of_other_features_are_refused(recipe: Path, tmp_path: Path) -> None:
