@@ -22,9 +22,9 @@ TOKENS = {
     "top": 3_350,
     "averaging": 6_200,
     "bench": 4_950,
-    "cli": 5_900,
+    "cli": 6_150,
     "data": 16_150,
-    "decoding": 15_410,
+    "decoding": 17_560,
     "distributed": 13_450,
     "inspection": 6_550,
     "kaldi": 24_300,
@@ -49,7 +49,7 @@ BUDGETS = {
     "longest file": 590,
     "longest function": 55,
     "most imports of ddnn in a file": 37,
-    "modules with one importer": 29,
+    "modules with one importer": 31,
     "modules that training.trainer imports, directly or not": 68,
 }
 """What the code may be at most, by the same rule."""
