@@ -20,7 +20,7 @@ from ddnn import __version__, cli
 from ddnn.util.errors import UserError
 
 COMMANDS = [
-    "train", "pretrain", "evaluate", "decode-prep", "align", "denlats", "score", "compare-wer", "export", "import-nnet1", "info", "status", "synth",
+    "train", "pretrain", "evaluate", "decode-prep", "align", "graph", "denlats", "score", "compare-wer", "export", "import-nnet1", "info", "status", "synth",
     "bench", "reproduce", "report", "scale", "completion",
 ]  # fmt: skip
 

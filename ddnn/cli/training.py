@@ -1,5 +1,5 @@
-"""`ddnn train`, `pretrain`, `evaluate`, `decode-prep`, `align`, `denlats`, `score`, `export` and `import-nnet1`: what makes
-and uses models."""
+"""`ddnn train`, `pretrain`, `evaluate`, `decode-prep`, `align`, `graph`, `denlats`, `score`, `export` and `import-nnet1`:
+what makes and uses models."""
 
 from __future__ import annotations
 
@@ -346,6 +346,30 @@ def compare_wer(text: Path, first: Path, second: Path, utt2spk: Path | None, jso
 @command(
     epilog="""\b
     Example:
+      ddnn graph --lang data/lang --tree ali/tree --model ali/final.mdl --text data/train/text --out exp/dengraph"""
+)
+@option("--lang", type=PATH, required=True,
+        help="Kaldi lang dir: L_disambig.fst, words.txt, phones/disambig.int, oov.int.")  # fmt: skip
+@option("--tree", "tree_path", type=PATH, required=True, help="The tree beside final.mdl.")
+@option("--model", "model_path", type=PATH, required=True, help="The final.mdl of the training alignment.")
+@option("--text", type=PATH, required=True, help="Transcripts of the training data, a Kaldi text.")
+@option("--out", type=PATH, required=True, help="New graph dir.")
+@option("--transition-scale", type=float, default=1.0, help="Scale of transition probabilities but self-loops.")
+@option("--self-loop-scale", type=float, default=0.1, help="Scale of the probabilities of self-loops.")
+@json_option
+def graph(json_: bool, **options: Any) -> None:
+    """Make the graph of a unigram language model for denlats, without Kaldi; needs ddnn[decode].
+
+    The result is a graph dir as Kaldi's utils/mkgraph.sh leaves it.
+    """
+    from ddnn.decoding.denominator_graph import make_graph
+
+    print_result(make_graph(**options), json_)
+
+
+@command(
+    epilog="""\b
+    Example:
       ddnn denlats exp/an4 --graph graph_denlats --model ali/final.mdl --data train --out exp/an4_denlats"""
 )
 @argument("run_dir", type=PATH)
@@ -409,4 +433,4 @@ def import_nnet1(nnet: Path, feature_transform: Path | None, pdf_counts: Path | 
     prepare.import_nnet1(nnet, feature_transform, out, pdf_counts)
 
 
-COMMANDS = (train, pretrain, evaluate, decode_prep, align, denlats, score, compare_wer, export, import_nnet1)
+COMMANDS = (train, pretrain, evaluate, decode_prep, align, graph, denlats, score, compare_wer, export, import_nnet1)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,30 +16,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddnn.decoding.graph import check_epsilon_cycles
-from ddnn.decoding.hmm import ContextHmms
+from ddnn.decoding.hmm import HINT_SYSTEM, read_hmms
+from ddnn.decoding.lang_dir import read_lexicon, read_transcripts
 from ddnn.decoding.prepare import choose_with_jobs, scaled_log_priors, scores_then
 from ddnn.decoding.search import import_kaldi
 from ddnn.decoding.training_graph import Lexicon, TrainingGraphs
 from ddnn.kaldi.alignments import check_same_tree
 from ddnn.kaldi.archive import write_int_vectors
-from ddnn.kaldi.data_dir import read_text
-from ddnn.kaldi.fst import read_fst, read_symbols
-from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
-from ddnn.kaldi.tree import read_tree
+from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.scorer import read_counts
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import PDF_COUNTS, run_dir_of
 from ddnn.training.model_evaluation import load_for_model
 from ddnn.util.arrays import Int32Array
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import atomic_directory, read_bytes_limited
+from ddnn.util.files import atomic_directory
 from ddnn.util.text import plural
 
 log = logging.getLogger(__name__)
-
-_HINT_LEXICON = "make it again with utils/prepare_lang.sh"
-_HINT_SYSTEM = "give --lang, --tree and --model of one system, that of the network's training alignment"
 
 
 @dataclass(frozen=True)
@@ -137,10 +130,12 @@ def align(
     transitions = read_transition_model(model_path)
     if transitions.num_pdfs != acoustic.network.output_dim:
         message = f"{model_path.name} has {transitions.num_pdfs} pdfs, the network {acoustic.network.output_dim}"
-        raise DataError(message, location=model_path, hint=_HINT_SYSTEM)
+        raise DataError(message, location=model_path, hint=HINT_SYSTEM)
     check_same_tree(transitions.digest, acoustic.transition_digest, model_path, f"the model of {run_dir}")
-    transcripts, oov = _read_transcripts(data / "text", lang)
-    aligner = Aligner(_training_graphs(lang / "L.fst", transitions, tree_path, options), transcripts, options)
+    transcripts, oov = read_transcripts(data / "text", lang)
+    hmms = read_hmms(tree_path, transitions, options.transition_scale, options.self_loop_scale)
+    lexicon = Lexicon(read_lexicon(lang / "L.fst", transitions))
+    aligner = Aligner(TrainingGraphs(lexicon, hmms, transitions.transition_to_pdf), transcripts, options)
     run_dir = run_dir_of(run_dir)
     counts = read_counts(run_dir / PDF_COUNTS, acoustic.network.output_dim)
     priors = scaled_log_priors(counts, 1.0, run_dir).to(target)
@@ -171,50 +166,9 @@ def align(
             log.warning("%s: %s: %s%s", plural(len(names), "utterance"), problem, ", ".join(names[:5]), more)
         if not frames:
             message = f"none of {plural(total, 'utterance')} could be aligned: {'; '.join(failed)}"
-            raise DataError(message, location=data, hint=_HINT_SYSTEM)
+            raise DataError(message, location=data, hint=HINT_SYSTEM)
         (folder / "num_jobs").write_text(f"{jobs}\n")
         shutil.copyfile(model_path, folder / "final.mdl")
         shutil.copyfile(tree_path, folder / "tree")
     aligned_count = total - sum(map(len, failed.values()))
     return AlignResult(str(out), total, aligned_count, frames, tuple(retried), failed, oov)
-
-
-def _training_graphs(
-    lexicon_path: Path, transitions: TransitionModel, tree_path: Path, options: AlignOptions
-) -> TrainingGraphs:
-    """DataError: L.fst, tree and transition model are not of one system."""
-    tree, fst = read_tree(tree_path), read_fst(lexicon_path)
-    if tree.num_pdfs != transitions.num_pdfs:
-        message = f"the tree has {tree.num_pdfs} pdfs, final.mdl {transitions.num_pdfs}"
-        raise DataError(message, location=tree_path, hint=_HINT_SYSTEM)
-    if fst.start < 0:
-        raise DataError("L.fst has no states", location=lexicon_path, hint=_HINT_LEXICON)
-    for phone in np.unique(fst.arcs["ilabel"]).tolist():
-        if phone and phone not in transitions.topology.phone_to_entry:
-            message = f"L.fst has the phone-id {phone}, for which final.mdl has no HMM"
-            raise DataError(message, location=lexicon_path, hint=f"{_HINT_SYSTEM}; not L_disambig.fst")
-    check_epsilon_cycles(fst, lexicon_path, _HINT_LEXICON)
-    hmms = ContextHmms(tree, transitions, options.transition_scale, options.self_loop_scale, tree_path)
-    return TrainingGraphs(Lexicon(fst), hmms, transitions.transition_to_pdf)
-
-
-def _read_transcripts(text: Path, lang: Path) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """The word-ids of each utterance, and how often each word replaces one that words.txt lacks, by `oov.int`."""
-    ids = {word: number for number, word in read_symbols(lang / "words.txt").items()}
-    transcripts = read_text(text)
-    oov = Counter(word for words in transcripts.values() for word in words if word not in ids)
-    if oov:
-        ids |= dict.fromkeys(oov, _read_oov(lang / "oov.int", next(iter(oov))))
-    return {utterance: [ids[word] for word in words] for utterance, words in transcripts.items()}, dict(oov)
-
-
-def _read_oov(path: Path, word: str) -> int:
-    try:
-        content = read_bytes_limited(path, 100).strip()
-    except OSError as error:
-        message = f"words.txt lacks {word!r}, and oov.int, which says what replaces it, cannot be read"
-        hint = "utils/prepare_lang.sh writes oov.int; or correct the transcripts"
-        raise DataError(f"{message}: {error.strerror}", location=path, hint=hint) from error
-    if not content.isdigit() or int(content) < 1:
-        raise DataError(f"expected the word-id for words outside words.txt, found {content!r}", location=path)
-    return int(content)

@@ -12,8 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ddnn.kaldi.transition_model import NO_PDF, TransitionModel
-from ddnn.kaldi.tree import ContextDependency
+from ddnn.kaldi.tree import ContextDependency, read_tree
 from ddnn.util.errors import DataError
+
+HINT_SYSTEM = "give --lang, --tree and --model of one system, that of the network's training alignment"
 
 _FEWEST_LEAVE = 1e-10  # probability of leaving a state at least, as in Kaldi
 
@@ -85,3 +87,14 @@ class ContextHmms:
                     cost = self.costs.forward[i] if emits else -self.transition_scale * math.log(min(probability, 1.0))
                     arcs.append(HmmArc(number, destination, i * emits, cost))
         return arcs
+
+
+def read_hmms(
+    tree_path: Path, transitions: TransitionModel, transition_scale: float, self_loop_scale: float
+) -> ContextHmms:
+    """The HMMs of a tree and a transition model. DataError: the tree is damaged, or the two are not of one system."""
+    tree = read_tree(tree_path)
+    if tree.num_pdfs != transitions.num_pdfs:
+        message = f"the tree has {tree.num_pdfs} pdfs, final.mdl {transitions.num_pdfs}"
+        raise DataError(message, location=tree_path, hint=HINT_SYSTEM)
+    return ContextHmms(tree, transitions, transition_scale, self_loop_scale, tree_path)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from corpora import write_data_dir, write_model
 from jobs import assert_refused
-from kaldi_files import build_transition_model, tree_bytes
+from kaldi_files import tree_bytes
+from phone_systems import fst_of, make_model, make_tree
 
 from ddnn.decoding.hmm import ContextHmms, transition_costs
 from ddnn.decoding.prepare import import_nnet1
@@ -25,7 +26,7 @@ from ddnn.kaldi.archive import iterate_int_vectors
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.nnet1 import Activation, AffineTransform
 from ddnn.kaldi.nnet1_file import write_nnet1
-from ddnn.kaldi.transition_model import HmmState, Topology, TransitionModel
+from ddnn.kaldi.transition_model import TransitionModel
 from ddnn.kaldi.tree import ContextDependency, EventMap
 from ddnn.util.errors import UserError
 
@@ -37,35 +38,10 @@ from ddnn.decoding.training_graph import Lexicon, TrainingGraphs
 pytestmark = pytest.mark.usefixtures("forked_children")
 
 RunCli = Callable[..., Any]
-FINAL = HmmState(-1, -1, ())
-SILENCE = (
-    HmmState(0, 0, ((0, 0.3), (1, 0.3), (2, 0.4))),
-    HmmState(1, 1, ((1, 0.2), (2, 0.5), (3, 0.3))),
-    HmmState(2, 2, ((1, 0.3), (2, 0.4), (3, 0.3))),
-    FINAL,
-)
-TWO = (HmmState(0, 0, ((0, 0.6), (1, 0.4))), HmmState(1, 2, ((1, 0.75), (2, 0.25))), FINAL)
-ONE = (HmmState(0, 0, ((1, 1.0),)), FINAL)  # without a self-loop
-ENTERED = (
-    HmmState(-1, -1, ((1, 0.8), (2, 0.2))),
-    *(HmmState(c, c, ((s, 0.5), (3, 0.5))) for s, c in ((1, 0), (2, 1))),
-    FINAL,
-)
-TOPOLOGY = Topology((SILENCE, TWO, ONE, ENTERED), {1: 0, 2: 1, 3: 1, 4: 2, 5: 3})
-PHONES = range(1, 6)
 WORDS = {1: [((2, 3), 0.1), ((2,), 0.9)], 2: [((3,), 0.0)], 3: [((4, 2), 0.3), ((4, 5), 0.2)]}
 """Of each word the pronunciations and their costs."""
 END_COST = 0.1  # where a silence may follow, but does not
 SILENCE_COSTS = (0.4, 1.1)  # of no silence, and of phone 1, before the first and behind every word
-
-
-def fst_of(arcs: Sequence[tuple[int, int, int, float, int]], final: dict[int, float]) -> Fst:
-    """From arcs (state, ilabel, olabel, cost, next state)."""
-    states = 1 + max(max(arc[0], arc[4]) for arc in arcs)
-    ordered = sorted(arcs, key=lambda arc: arc[0])
-    offsets = np.searchsorted([arc[0] for arc in ordered], np.arange(states + 1))
-    costs = np.array([final.get(state, np.inf) for state in range(states)], np.float32)
-    return Fst(0, costs, offsets.astype(np.int64), np.array([arc[1:] for arc in ordered], ARC))
 
 
 def lexicon_fst() -> Fst:
@@ -84,42 +60,6 @@ def lexicon_fst() -> Fst:
                     arcs.append((state, phone, label, extra, new))
                     state, new = new, new + 1
     return fst_of(arcs, {1: 0.0, 2: END_COST})
-
-
-def make_tree(width: int, central: int) -> ContextDependency:
-    """Silence has a pdf for each pdf class; those of other phones depend on every phone of the window."""
-    nodes: list[EventMap | int] = []
-
-    def add(node: EventMap | int) -> int:
-        nodes.append(node)
-        return len(nodes) - 1
-
-    pdfs = iter(range(10_000))
-
-    def split(positions: Sequence[int]) -> int:
-        if not positions:
-            return add(next(pdfs))
-        yes_set = frozenset((0, 1 + positions[0], 4))
-        return add(EventMap(positions[0], yes_set, (split(positions[1:]), split(positions[1:]))))
-
-    others = [i for i in range(width) if i != central]
-    phones = [
-        None,
-        *(add(EventMap(-1, None, tuple(split([] if p == 1 else others) for _ in range(3)))) for p in PHONES),
-    ]
-    add(EventMap(central, None, tuple(phones)))
-    return ContextDependency(width, central, tuple(nodes), next(pdfs))
-
-
-def make_model(tree: ContextDependency) -> TransitionModel:
-    tuples = []
-    for window in product((0, *PHONES), repeat=tree.context_width):
-        phone = window[tree.central_position]
-        for number, state in enumerate(TOPOLOGY.states(phone) if phone else ()):
-            if state.forward_pdf_class >= 0:
-                classes = state.forward_pdf_class, state.self_loop_pdf_class
-                tuples.append((phone, number, *(tree.pdf(window, c) for c in classes)))
-    return build_transition_model(TOPOLOGY, tuples)
 
 
 def pronunciations(words: Sequence[int]) -> Iterator[tuple[list[int], float]]:
