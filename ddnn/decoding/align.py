@@ -26,7 +26,7 @@ from ddnn.kaldi.archive import write_int_vectors
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.scorer import read_counts
 from ddnn.runs.run_dir import load_run
-from ddnn.runs.run_status import PDF_COUNTS, run_dir_of
+from ddnn.runs.run_status import MODEL_DIGEST, PDF_COUNTS, digest_line, run_dir_of
 from ddnn.training.model_evaluation import load_for_model
 from ddnn.util.arrays import Int32Array
 from ddnn.util.errors import DataError, UserError
@@ -123,7 +123,7 @@ def align(
     device: str = "auto", jobs: int = 1, allow_pipes: bool = False, transforms: Path | None = None,
 ) -> AlignResult:  # fmt: skip
     """Writes the alignment of the transcripts of a data dir, by a run's network, to the new directory `out` as Kaldi has it:
-    `ali.N.gz` of each of `jobs` processes, `num_jobs`, `final.mdl`, `tree`; all or nothing. `lang`: with `L.fst`, `words.txt`
+    `ali.N.gz` of each of `jobs` processes, `num_jobs`, `final.mdl`, `tree`, and the model's digest; all or nothing. `lang`: with `L.fst`, `words.txt`
     and `oov.int`. UserError: damaged input, or files that are not of one system; no utterance could be aligned."""
     import_kaldi()
     target, acoustic = choose_with_jobs(device, jobs), load_run(run_dir)
@@ -136,7 +136,7 @@ def align(
     hmms = read_hmms(tree_path, transitions, options.transition_scale, options.self_loop_scale)
     lexicon = Lexicon(read_lexicon(lang / "L.fst", transitions))
     aligner = Aligner(TrainingGraphs(lexicon, hmms, transitions.transition_to_pdf), transcripts, options)
-    run_dir = run_dir_of(run_dir)
+    of_network, run_dir = digest_line(run_dir, out), run_dir_of(run_dir)
     counts = read_counts(run_dir / PDF_COUNTS, acoustic.network.output_dim)
     priors = scaled_log_priors(counts, 1.0, run_dir).to(target)
     retried, failed, frames = list[str](), dict[str, list[str]](), 0
@@ -170,5 +170,6 @@ def align(
         (folder / "num_jobs").write_text(f"{jobs}\n")
         shutil.copyfile(model_path, folder / "final.mdl")
         shutil.copyfile(tree_path, folder / "tree")
+        (folder / MODEL_DIGEST).write_bytes(of_network)
     aligned_count = total - sum(map(len, failed.values()))
     return AlignResult(str(out), total, aligned_count, frames, tuple(retried), failed, oov)

@@ -32,7 +32,7 @@ from ddnn.kaldi.lattice import Lattice, parse_lattice, write_lattices
 from ddnn.lattices.determinization import determinize
 from ddnn.nn.scorer import read_counts
 from ddnn.runs.run_dir import load_run
-from ddnn.runs.run_status import MODEL_DIGEST, PDF_COUNTS, model_digest, run_dir_of
+from ddnn.runs.run_status import MODEL_DIGEST, PDF_COUNTS, digest_line, model_digest, run_dir_of
 from ddnn.training.model_evaluation import load_for_model
 from ddnn.util.arrays import Int32Array
 from ddnn.util.errors import DataError, UserError
@@ -161,7 +161,7 @@ def make_lattices(
             "raw lattices hold all alignments of each word sequence: training with them optimizes another criterion"
         )
     shutil.copyfile(model_path, out / "final.mdl")
-    write_text(out / MODEL_DIGEST, f"{digest or ''} {os.path.relpath(folder.resolve(), out.resolve())}\n")
+    (out / MODEL_DIGEST).write_bytes(digest_line(run_dir, out))
     scps = [out / f"{name}.{first // PART + 1}.scp" for first in range(0, len(lengths), PART)]
     complete = next((part for part, scp in enumerate(scps) if not scp.exists()), len(scps))
     if complete:

@@ -53,7 +53,7 @@ from ddnn.nn.scorer import (
 )
 from ddnn.recipe.load import load_recipe
 from ddnn.runs.run_dir import load_run
-from ddnn.runs.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, RECIPE, check_run_dir, model_digest, run_dir_of
+from ddnn.runs.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, RECIPE, check_run_dir, digest_line, run_dir_of
 from ddnn.training.model_evaluation import load_for_model
 from ddnn.training.options import corpora
 from ddnn.util.errors import DataError, UserError
@@ -138,7 +138,7 @@ def prepare_decoding(
     another number of pdfs in the counts, or of dims in the features, than in the model; options that do not fit."""
     _check_options({"--prior-scale": prior_scale, "--priors": prior_kind}, kind, layer)
     target = choose_with_jobs(device, jobs)
-    model, digest, run_dir = load_run(run_dir), model_digest(run_dir), run_dir_of(run_dir)
+    model, of_model, run_dir = load_run(run_dir), digest_line(run_dir, out), run_dir_of(run_dir)
     priors, files = None, dict[str, bytes]()
     if kind == "log-likelihoods":
         if prior_kind == "posterior-mean":
@@ -147,11 +147,10 @@ def prepare_decoding(
             counts = read_counts(run_dir / PDF_COUNTS, model.network.output_dim)
         scale = 1.0 if prior_scale is None else prior_scale
         priors = scaled_log_priors(counts, scale, run_dir, compress).to(target)
-        of_model = f"{digest or ''} {os.path.relpath(run_dir.resolve(), out.resolve())}\n"
         files = {
             PDF_COUNTS: pdf_counts_text(counts).encode(),
             **_scripts(model),
-            MODEL_DIGEST: os.fsencode(of_model),
+            MODEL_DIGEST: of_model,
         }
     if layer is not None:
         model = _lower_layers(model, layer)

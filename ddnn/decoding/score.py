@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,9 +30,9 @@ from ddnn.decoding.word_errors import (
 )
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, check_same_tree
 from ddnn.kaldi.archive import MatrixReader, iterate_matrices, read_scp
-from ddnn.runs.run_status import FINAL, MODEL_DIGEST, model_digest
+from ddnn.runs.run_status import FINAL, MODEL_DIGEST, model_digest, read_digest
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import atomic_directory, read_bytes_limited, write_text
+from ddnn.util.files import atomic_directory, write_text
 from ddnn.util.progress import frame_counter
 from ddnn.util.text import printable, render
 
@@ -42,7 +41,6 @@ log = logging.getLogger(__name__)
 SUSPICIOUS_WER = 90.0
 """In percent: if hardly a word is right, the files probably do not belong together."""
 FRAME_SHIFT = 0.01  # seconds, the default of Kaldi's features
-_MAX_DIGEST_BYTES = 8192
 
 
 @dataclass(frozen=True)
@@ -135,14 +133,14 @@ def score(
     import_kaldialign()
     source, reference = _find_loglikes(loglikes), read_reference(text)
     graph = read_graph(graph_dir, model)
-    tree, _ = _read_digest(source.parent / TRANSITION_DIGEST)
+    tree, _ = read_digest(source.parent / TRANSITION_DIGEST)
     check_same_tree(graph.transition_digest, tree, model, f"the network of {source.name}")
     spoken = set().union(*reference.values())
     if spoken.isdisjoint(graph.words.values()):
         message = f"no word of the text is in {graph_dir / 'words.txt'}, not even {min(spoken)}"
         hint = "write the words as words.txt has them; upper and lower case differ"
         raise DataError(message, location=text, hint=hint)
-    digest, run_dir = _read_digest(source.parent / MODEL_DIGEST)
+    digest, run_dir = read_digest(source.parent / MODEL_DIGEST)
     stale = run_dir is not None and model_digest(run_dir) not in (digest, None)
     with nullcontext() if out is None else atomic_directory(out) as folder:
         scales = tuple(_score_scales(source, reference, text.with_name("utt2spk"), graph, options, jobs))
@@ -178,15 +176,6 @@ def _find_loglikes(loglikes: Path) -> Path:
         )
         raise DataError(f"no log-likelihoods at {source.name}", location=source, hint=hint)
     return source
-
-
-def _read_digest(file: Path) -> tuple[str | None, Path | None]:
-    """A digest that decode-prep has left beside log-likelihoods, and the path behind it; None where there is none."""
-    try:
-        digest, _, path = os.fsdecode(read_bytes_limited(file, _MAX_DIGEST_BYTES)).rstrip("\n").partition(" ")
-    except OSError:
-        return None, None
-    return digest or None, (file.parent / path).resolve() if path else None
 
 
 def _read_loglikes(source: Path, reference: set[str]) -> Iterator[tuple[str, NDArray[float32]]]:

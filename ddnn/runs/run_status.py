@@ -4,6 +4,7 @@ a run may begin in it. Needs no torch."""
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 import time
@@ -27,9 +28,7 @@ METRICS = "metrics.jsonl"  # one JSON object a line: `ddnn.runs.metrics`
 BEST = "best.safetensors"  # the latest accepted network, where it is better than the initial one
 FINAL = "final.safetensors"  # the trained model
 PDF_COUNTS = "ali_train_pdf.counts"  # frames per pdf of the training alignment, for the priors
-MODEL_DIGEST = (
-    "model.sha256"  # beside log-likelihoods: whose they are, `model_digest`, and the path of that run dir from there
-)
+MODEL_DIGEST = "model.sha256"  # beside log-likelihoods, lattices and alignments: what network made them, `digest_line`
 CV_UTTERANCES = "cv_utterances"  # ids of the utterances for cross-validation, one a line
 CHECKPOINTS = "checkpoints"  # what a resume needs; removed in the end
 PRETRAIN = "pretrain"  # the RBMs that a training trains itself: a pretraining directory without lock and log
@@ -46,6 +45,7 @@ TEMPORARY = re.compile(rf"\.(?:{'|'.join(map(re.escape, (*FILES, DBN)))}|rbm\d+\
 _JOB_FILES = {JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE}
 _JOB_TEMPORARY = (f".{JOB_RECORD}.tmp", f".{JOB_RECIPE}.tmp")  # may be being written at the moment when the job begins
 _MAX_STATUS_BYTES = 1 << 20
+_MAX_DIGEST_BYTES = 8192
 MAX_MESSAGE = 2000  # characters of an error
 
 Kind = Literal["training", "pretraining"]
@@ -160,6 +160,21 @@ def model_digest(model: Path) -> str | None:
     except OSError:
         return None
     return digest.hexdigest()[:16]
+
+
+def digest_line(model: Path, folder: Path) -> bytes:
+    """For `MODEL_DIGEST` in `folder`: `model_digest`, and the path from there to the run dir."""
+    path = os.path.relpath(run_dir_of(model).resolve(), folder.resolve())
+    return os.fsencode(f"{model_digest(model) or ''} {path}\n")
+
+
+def read_digest(file: Path) -> tuple[str | None, Path | None]:
+    """A digest that was left beside what a model has made, and the path behind it; None where there is none."""
+    try:
+        digest, _, path = os.fsdecode(read_bytes_limited(file, _MAX_DIGEST_BYTES)).rstrip("\n").partition(" ")
+    except OSError:
+        return None, None
+    return digest or None, (file.parent / path).resolve() if path else None
 
 
 def resume_command(run_dir: Path, kind: Kind = "training") -> str:

@@ -14,7 +14,7 @@ from ddnn.data.batches import Sampler, ShuffledSampler, UtteranceSampler, shuffl
 from ddnn.data.dataset import AcousticDataset, FrameSubset
 from ddnn.data.index import UtteranceIndex
 from ddnn.distributed.groups import Groups
-from ddnn.kaldi.alignments import kaldi_counts, read_transition_ids
+from ddnn.kaldi.alignments import check_same_tree, kaldi_counts, read_transition_ids, transition_digest
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.lattices.objective import SequenceObjective, Utterances
 from ddnn.lattices.store import open_lattices
@@ -25,7 +25,7 @@ from ddnn.optim.schedule import MinibatchSizes
 from ddnn.recipe.schema import Recipe, SequenceConfig, TrainedModelConfig
 from ddnn.recipe.section import as_list
 from ddnn.runs.run_dir import RunDir
-from ddnn.runs.run_status import PDF_COUNTS, run_dir_of
+from ddnn.runs.run_status import MODEL_DIGEST, PDF_COUNTS, model_digest, read_digest, run_dir_of
 from ddnn.training import options
 from ddnn.training.data import load_data
 from ddnn.training.evaluation import CrossValidation, EvalResult, Validation, baseline_result
@@ -173,6 +173,17 @@ class UtteranceCriterion(Criterion):
         return lattice.num_frames == frames
 
 
+def _check_origin(made: list[Path], network: Path, *, warns: bool) -> None:
+    """`made`: alignment dirs and lattice dirs, with a final.mdl, those of Kaldi's lattices without. DataError where it is of
+    another tree than that of the first; `warns` of dirs in which ddnn has left that another network has made them."""
+    for path in made:
+        if (model := path / "final.mdl").exists():
+            check_same_tree(transition_digest(path), transition_digest(made[0]), model, str(made[0]))
+        digest, _ = read_digest(path / MODEL_DIGEST)
+        if warns and digest and model_digest(network) not in (digest, None):
+            log.warning("%s was made with another network than %s: make it again with this one", path, network)
+
+
 def make_criterion(
     recipe: Recipe, device: torch.device, groups: Groups, run: RunDir, *, resumed: bool = False
 ) -> Criterion:
@@ -186,4 +197,6 @@ def make_criterion(
     if criterion.class_counts is not None and not resumed:
         path = criterion.class_counts
     counts = path / PDF_COUNTS if path.is_dir() else path
+    made = [*as_list(recipe.data.alignments), *as_list(criterion.lattices)]
+    _check_origin(made, init.model, warns=groups.world.rank == 0)
     return UtteranceCriterion(recipe, criterion, device, groups, run, counts, resumed=resumed)

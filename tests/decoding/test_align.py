@@ -28,6 +28,7 @@ from ddnn.kaldi.nnet1 import Activation, AffineTransform
 from ddnn.kaldi.nnet1_file import write_nnet1
 from ddnn.kaldi.transition_model import TransitionModel
 from ddnn.kaldi.tree import ContextDependency, EventMap
+from ddnn.runs.run_status import MODEL_DIGEST, model_digest, read_digest
 from ddnn.util.errors import UserError
 
 pytest.importorskip("kaldi_decoder")
@@ -220,8 +221,9 @@ def test_an_alignment_dir(system: Path, run_cli: RunCli, jobs: int) -> None:
     assert result.exit_code == 0, result.stderr
     out = system / "ali"
     names = [f"ali.{job + 1}.gz" for job in range(jobs)]
-    assert sorted(path.name for path in out.iterdir()) == [*names, "final.mdl", "num_jobs", "tree"]
+    assert sorted(path.name for path in out.iterdir()) == [*names, "final.mdl", "model.sha256", "num_jobs", "tree"]
     assert (out / "num_jobs").read_text() == f"{jobs}\n"
+    assert read_digest(out / MODEL_DIGEST) == (model_digest(system / "run"), system / "run")
     for name in ("final.mdl", "tree"):
         assert (out / name).read_bytes() == (system / name).read_bytes()
     pdfs = {name: ids.tolist() for name, ids in read_alignments(out).pdfs.items()}

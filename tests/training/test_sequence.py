@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
+from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_model, write_pdfs, write_recipe
 from distributed.threads import run_workers
 from jobs import RunCli, assert_refused
 from kaldi_files import lattice_bytes, read_matrix
@@ -27,6 +27,7 @@ from ddnn.kaldi.lattice import Lattice, write_lattices
 from ddnn.lattices.criteria import SequenceCriterion
 from ddnn.nn.acoustic_model import load_model
 from ddnn.recipe.load import load_recipe
+from ddnn.runs.run_status import MODEL_DIGEST, model_digest
 from ddnn.training.job import run_training
 from ddnn.util.errors import DataError, RecipeError, UserError
 
@@ -374,6 +375,33 @@ def test_a_dir_without_lattices(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no lat\.\*\.gz") as refused:
         run_training(corpus.recipe(tmp_path, f"criterion.lattices={tmp_path / 'lats'}"), tmp_path / "run", "cpu")
     assert "alignment dir" not in str(refused.value) and "has written to its end" in str(refused.value.hint)
+
+
+def test_the_final_mdl_of_lattices_is_that_of_the_alignment(corpus: Corpus, tmp_path: Path) -> None:
+    """Where they have one."""
+    lats = shutil.copytree(corpus.lats, tmp_path / "lats")
+    settings = f"criterion.lattices={lats}", "schedule.epochs=1"
+    shutil.copy(corpus.ali / "final.mdl", lats)
+    run_training(corpus.recipe(tmp_path, *settings), tmp_path / "run", "cpu")
+    write_model(lats / "final.mdl", range(PDFS)[::-1])
+    with pytest.raises(DataError, match=rf"its final.mdl is of another tree than that of {corpus.ali}: ") as refused:
+        run_training(corpus.recipe(tmp_path, *settings), tmp_path / "other", "cpu")
+    assert refused.value.location == str(lats / "final.mdl")
+    assert "of one system" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("place", ["lattices", "alignments"])
+def test_a_warning_where_another_network_made_the_lattices_or_the_alignment(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    folder = shutil.copytree(corpus.lats if place == "lattices" else corpus.ali, tmp_path / "folder")
+    key = "criterion.lattices" if place == "lattices" else "data.alignments"
+    recipe = corpus.recipe(tmp_path, f"{key}={folder}", "schedule.epochs=1")
+    warning = f"{folder} was made with another network than {corpus.root / 'ce'}"
+    for digest, warned in (("", False), (model_digest(corpus.root / "ce"), False), ("0123456789abcdef", True)):
+        (folder / MODEL_DIGEST).write_text(f"{digest} ../ce\n")
+        run_workers(2, lambda comm, out=tmp_path / f"run{digest}": run_training(recipe, out, "cpu", comm))
+        assert caplog.text.count(warning) == warned
 
 
 def test_an_utterance_has_one_lattice(corpus: Corpus, tmp_path: Path) -> None:
