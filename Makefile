@@ -3,6 +3,7 @@
 # make test-slurm  the tests that start a real Slurm on this machine (root, Debian)
 # make fuzz    damaged files to every reader, for FUZZ_SECONDS (600) on all cores
 # make check-swbd  recipes/swbd against a synthetic corpus of Switchboard's shape, without training: seconds
+# make docs    the documentation site in docs/_build, with the pages and pictures that are generated: half a minute
 # make bench   the training step against the machine's GEMM limit
 # make gpu     what waits for a GPU, in one go: tests, speed, memory, losses against the CPU; 9 minutes, no network: docs/gpu.md. DEVICE=cpu rehearses
 # make soak    each of four workers killed in five places, then 200 kills at random moments, and the results compared: a quarter of an hour without other load
@@ -53,7 +54,7 @@ $(VENV)/.ready: pyproject.toml ddnn/nn/kernels/kernels.c | $(BIN)/python
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(PIP) -e '.[mpi,decode,report,dev]'
+	$(PIP) -e '.[mpi,decode,report,docs,dev]'
 	@touch $@
 
 # A corpus that is there stays; all else is in demo/output. The acoustic scale is chosen on the speakers held out in training.
@@ -115,9 +116,12 @@ MUTANTS ?= --jobs 2
 mutants: setup-dev
 	$(BIN)/python tests/mutants.py $(MUTANTS)
 
-docs: setup
+docs: setup-dev
 	$(BIN)/python -m ddnn.recipe.keys > docs/recipe.md
 	$(BIN)/python tests/benchmark_plot.py
+	PYTHONPATH=tests $(BIN)/python tests/pictures.py
+	$(BIN)/sphinx-build -q -W --keep-going -c docs . docs/_build
+	@echo "the site: docs/_build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) demo/output build dist .pytest_cache .mypy_cache .ruff_cache

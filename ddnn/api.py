@@ -117,7 +117,7 @@ def train(
     Raises:
         UserError: something for the user to fix: recipe, data, device, disk.
         DivergedError: the training diverged, or its model has learned nothing; a UserError.
-        SystemExit: a signal (Ctrl-C, SIGTERM) has ended it, with the exit codes of README.md.
+        SystemExit: a signal (Ctrl-C, SIGTERM) has ended it, with the exit codes of docs/run-dir.md.
     """
     from ddnn.runs.rows import EpochRow
     from ddnn.slurm.recovery import SlurmNodes

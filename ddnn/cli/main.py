@@ -1,4 +1,4 @@
-"""The `ddnn` command: its subcommands, and which exit code an error has. README.md has the table of all exit codes; a
+"""The `ddnn` command: its subcommands, and which exit code an error has. docs/run-dir.md has the table of all exit codes; a
 test walks through it."""
 
 from __future__ import annotations
