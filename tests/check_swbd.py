@@ -32,6 +32,8 @@ from ddnn.util.errors import UserError
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "swbd"
 NO_CELLS = ("base.yaml", "rbm.yaml")
 """Recipes that are included, or for `ddnn pretrain`."""
+AFTERWARDS = ("reproduce.yaml", "smbr.yaml")
+"""What needs the results of others."""
 WIDTHS = (440, *(2048,) * 6, 8806)
 DATA, ALIGNMENTS, TEST = "data-fmllr-tri4/train_nodup", "exp/tri4_ali_nodup", "data-fmllr-tri4/eval2000"
 SHAPE = SynthOptions(hours=0.3, speakers=60, dim=40, pdfs=8806)
@@ -155,7 +157,7 @@ def _by_workers(path: Path) -> tuple[str, int]:
 def problems(folder: Path, shape: Shape) -> list[str]:
     """Checks all recipes of a folder and that none is missing, printing a line for each; what is wrong."""
     found = []
-    paths = sorted((path for path in folder.glob("*.yaml") if path.name != "reproduce.yaml"), key=_by_workers)
+    paths = sorted((path for path in folder.glob("*.yaml") if path.name not in AFTERWARDS), key=_by_workers)
     for path in paths:
         try:
             print(check_recipe(path, shape))

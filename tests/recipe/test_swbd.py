@@ -10,7 +10,7 @@ from typing import Any
 
 import check_swbd
 import pytest
-from check_swbd import NO_CELLS, RECIPES, Shape, cells, check_recipe, corpus, problems
+from check_swbd import AFTERWARDS, NO_CELLS, RECIPES, Shape, cells, check_recipe, corpus, problems
 
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.tables import load_config, paper
@@ -60,7 +60,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "warm-start": WARM,
     "closing": {**BMUF, **WARM},
 }
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.name not in (*NO_CELLS, "reproduce.yaml"))
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.name not in (*NO_CELLS, *AFTERWARDS))
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,12 @@ def test_a_cell_is_the_base_with_one_change(name: str) -> None:
 def test_stack_is_that_of_the_base() -> None:
     base, rbm = (load_recipe(RECIPES / name, must_exist=False) for name in NO_CELLS)
     assert rbm.model_dump() == base.model_dump()
+
+
+def test_sequence_training_holds_out_the_speakers_of_the_base() -> None:
+    base, smbr = (load_recipe(RECIPES / name, must_exist=False) for name in ("base.yaml", "smbr.yaml"))
+    assert (smbr.data.train, smbr.data.cv, smbr.seed) == (base.data.train, base.data.cv, base.seed)
+    assert (smbr.criterion.name, smbr.criterion.acoustic_scale) == ("smbr", 0.0909)
 
 
 def test_all_cells_are_there_and_no_more(shape: Shape) -> None:
