@@ -146,7 +146,7 @@ PAIRS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="folder of smbr_study.sh, or an OUT.json")
-    parser.add_argument("--test", type=Path, default=Path("../shared/an4/test"), help="data dir of the test set")
+    parser.add_argument("--test", type=Path, default=Path("recipes/an4/corpus/test"), help="data dir of the test set")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     source, out = arguments.study, arguments.out

@@ -1,31 +1,34 @@
 #!/bin/sh
 # sMBR and model averaging on AN4: what docs/results/an4-smbr.md reports. In the project's root, after the trainings of README.md:
 #   sh recipes/an4/smbr_study.sh 1 2 3 && python recipes/an4/smbr_study.py exp/an4/smbr-study --out docs/results/an4-smbr
-# About 50 minutes of one core a seed. What is finished is not repeated. GOLDEN: a graph of the training transcripts, a lang dir, and Kaldi's
-# own alignment and lattices (../shared/golden/smbr).
+# About 50 minutes of two cores a seed. What is finished is not repeated. With KALDI, a folder with an4_ali.1.gz and an4_denlat.1.gz, Kaldi's own alignment
+# and lattices are used, too.
 set -e
-corpus=${CORPUS:-../shared/an4} golden=${GOLDEN:-../shared/golden/smbr} out=${OUT:-exp/an4/smbr-study}
-mkdir -p "$out/lang" "$out/ali-kaldi" "$out/lats-kaldi"
-cp "$golden/lang/L.fst" "$golden/lang/oov.int" "$golden/dengraph/words.txt" "$out/lang"
-cp "$golden/an4_ali.1.gz" "$out/ali-kaldi/ali.1.gz"
-cp "$corpus/ali/final.mdl" "$out/ali-kaldi"
-cp "$golden/an4_denlat.1.gz" "$out/lats-kaldi/lat.1.gz"
-echo 1 | tee "$out/ali-kaldi/num_jobs" > "$out/lats-kaldi/num_jobs"
+corpus=recipes/an4/corpus out=${OUT:-exp/an4/smbr-study} model=recipes/an4/corpus/ali/final.mdl
+mkdir -p "$out"
+[ -e "$out/dengraph" ] || ddnn graph --lang $corpus/lang --tree $corpus/ali/tree --model $model --text $corpus/train/text --out "$out/dengraph"
+if [ -n "$KALDI" ]; then
+  mkdir -p "$out/ali-kaldi" "$out/lats-kaldi"
+  cp "$KALDI/an4_ali.1.gz" "$out/ali-kaldi/ali.1.gz"
+  cp $model "$out/ali-kaldi"
+  cp "$KALDI/an4_denlat.1.gz" "$out/lats-kaldi/lat.1.gz"
+  echo 1 | tee "$out/ali-kaldi/num_jobs" > "$out/lats-kaldi/num_jobs"
+fi
 
 score() {  # RUN: word error rates with both graphs
   [ -e "$out/$1/score.graph_ug" ] && return
-  ddnn decode-prep "$out/$1" --data "$corpus/test" --out "$out/$1/decode" --priors class-counts
+  ddnn decode-prep "$out/$1" --data $corpus/test --out "$out/$1/decode" --priors class-counts
   for graph in graph graph_ug; do
-    ddnn score "$out/$1/decode" --graph "$corpus/$graph" --model "$corpus/ali/final.mdl" --text "$corpus/test/text" \
+    ddnn score "$out/$1/decode" --graph $corpus/$graph --model $model --text $corpus/test/text \
       --acoustic-scale 0.07,0.1,0.143 --out "$out/$1/score.$graph"
   done
 }
 
 prepare() {  # RUN SEED: alignment and lattices of a network, with the lattice beam of Kaldi's lattices of this corpus
   score "$1"
-  [ -e "$out/ali-$1" ] || ddnn align "$out/$1" --data "$corpus/train" --lang "$out/lang" --model "$corpus/ali/final.mdl" \
-    --tree "$corpus/ali/tree" --out "$out/ali-$1"
-  ddnn denlats "$out/$1" --graph "$golden/dengraph" --model "$corpus/ali/final.mdl" --data "$corpus/train" \
+  [ -e "$out/ali-$1" ] || ddnn align "$out/$1" --data $corpus/train --lang $corpus/lang --model $model \
+    --tree $corpus/ali/tree --out "$out/ali-$1"
+  ddnn denlats "$out/$1" --graph "$out/dengraph" --model $model --data $corpus/train \
     --out "$out/lats-$1" --lattice-beam 6
 }
 
@@ -41,7 +44,7 @@ for seed; do
   [ -e "$out/ce-$seed" ] || cp -r "exp/an4/sgd-rbm-$seed" "$out/ce-$seed"
   prepare "ce-$seed"
   smbr own "ce-$seed" "ce-$seed" 1 1e-5 "$seed"
-  smbr kaldi "ce-$seed" kaldi 1 1e-5 "$seed"
+  [ -z "$KALDI" ] || smbr kaldi "ce-$seed" kaldi 1 1e-5 "$seed"
 done
 for seed; do
   for setting in "4 1e-5" "4 2e-5" "4 4e-5" "16 1e-5" "16 4e-5" "16 1.6e-4" "1 4e-5" "1 1.6e-4"; do
