@@ -75,7 +75,7 @@ def test_keys_and_options_exist(name: str) -> None:
     text = (ROOT / f"docs/{name}.md").read_text()
     known, tops = {*keys(), *sections()}, {key.partition(".")[0] for key in keys() if "." in key}
     for key in re.findall(r"(?<![\w/.])([a-z_]+(?:\.[a-z_0-9]+)+)(?![\w/.])", text):
-        assert key.endswith(".md") or key.partition(".")[0] not in tops or key in known, (
+        assert key.endswith((".md", ".sha256")) or key.partition(".")[0] not in tops or key in known, (
             f"docs/{name}.md: {key} is no key"
         )
     for command, words in re.findall(r"`ddnn ([a-z0-9-]+)((?: [^`|]*)?)", text):
