@@ -30,7 +30,7 @@ class _OrderedGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
     epilog="""\b
     Examples:
-      ddnn synth demo/corpus --hours 0.3            a corpus from nothing
+      ddnn synth demo/corpus --hours 0.3            make a synthetic corpus
       ddnn train recipes/demo/demo.yaml             -> exp/demo
       ddnn evaluate exp/demo --data demo/corpus/test --alignments demo/corpus/ali_test
       ddnn decode-prep exp/demo --data demo/corpus/test --out exp/demo/decode

@@ -49,7 +49,7 @@ def recipe_options(run_dir_help: str) -> Callable[[Command], Command]:
         device_option,
         pipes_option,
         option("--dry-run", is_flag=True,
-               help="Check recipe and data (from headers), say what was found, and print the recipe resolved; train nothing."),
+               help="Check recipe and data (from headers), summarize them, and print the resolved recipe; train nothing."),
         option("--no-data", is_flag=True, help="With --dry-run: check the recipe alone; its data may be elsewhere."),
         option("--quiet", is_flag=True, expose_value=False, callback=_show_less_or_more,
                help="Show warnings only; train.log stays complete."),

@@ -46,12 +46,12 @@ def info(paths: tuple[Path, ...], json_: bool) -> None:
       ddnn status exp/an4-seed*"""
 )
 @argument("run_dirs", type=PATH, nargs=-1, required=True)
-@option("--follow", is_flag=True, help="Again every few seconds, until it ends; exit code 1 if it did not finish.")
+@option("--follow", is_flag=True, help="Refresh every few seconds until the run ends. Exit code 1 unless it finished.")
 @json_option
 def status(run_dirs: tuple[Path, ...], follow: bool, json_: bool) -> None:
-    """Show the state of a training; of several, or of those in a folder, a line each.
+    """Show the state of a training run, or one line for each of several runs or of the runs in a folder.
 
-    With --json several are a list.
+    With --json, several runs are printed as a list.
     """
     from ddnn.inspection.status import follow_status, read_statuses
 
@@ -69,15 +69,15 @@ def status(run_dirs: tuple[Path, ...], follow: bool, json_: bool) -> None:
 @option("--hours", type=float, default=0.3, help="Hours of speech to train on.")
 @option("--speakers", type=int, default=20, help="Speakers in the training data.")
 @option("--features", type=Choice(["gaussian", "fbank"]), default="gaussian",
-        help="What a frame is: a draw from Gaussians, or a log-mel spectrum, whose formants a speaker moves along "
+        help="What a frame is: a draw from Gaussians, or a log-mel spectrum whose formants each speaker shifts in "
              "frequency.")  # fmt: skip
-@option("--dim", type=int, default=40, help="Feature dimensions; of log-mel spectra the bands.")
+@option("--dim", type=int, default=40, help="Feature dimension; with --features fbank, the number of bands.")
 @option("--pdfs", type=int, default=160, help="Senones.")
-@option("--seed", type=int, default=1, help="Same seed: the same corpus.")
+@option("--seed", type=int, default=1, help="Random seed; the same seed gives the same corpus.")
 def synth(out_dir: Path, **options: Any) -> None:
     """Write a synthetic corpus in Kaldi's formats.
 
-    Paths in feats.scp are relative to its folder, so that the corpus can be moved: run Kaldi's tools in that folder.
+    Paths in feats.scp are relative to its folder, so the corpus can be moved; run Kaldi's tools in that folder.
     """
     from ddnn.synth.corpus import SynthOptions, synthesize
     from ddnn.util.progress import frame_counter
@@ -116,7 +116,7 @@ def synth(out_dir: Path, **options: Any) -> None:
 def bench(
     workers: int, strategy: str, averaging_period: int, overlap: bool, out: Path | None, json_: bool, **options: Any
 ) -> None:
-    """Measure the training step against the machine's GEMM limit, or what it costs workers to average."""
+    """Measure the training step against the machine's GEMM limit, or the cost of averaging between workers."""
     if workers == 1:
         from ddnn.bench.step import run_bench
 
@@ -157,7 +157,7 @@ def bench(
 @device_option
 @option("--dry-run", is_flag=True, help="Show what is missing and would be executed; write nothing.")
 @option("--report-only", is_flag=True, help="Write the report of the existing records, execute nothing.")
-@option("--retry-diverged", is_flag=True, help="Execute runs again that diverged; else that is their result.")
+@option("--retry-diverged", is_flag=True, help='Rerun diverged runs instead of keeping "diverged" as their result.')
 @json_option
 @slurm_options
 def reproduce(tables: tuple[str, ...], json_: bool, **options: Any) -> None:

@@ -81,7 +81,7 @@ class _TrainCommand(_RecipeCommand):
     flag_value="yes",
     default="no",
     show_default=False,
-    help="Resume the training of the run dir from its newest checkpoint. With --resume=auto it starts where there is none.",
+    help="Resume the run dir's training from its newest checkpoint; --resume=auto starts it if there is none.",
 )
 @option("--resume-auto", "resume", flag_value="auto", hidden=True)
 @option(
@@ -172,7 +172,11 @@ def _start_seeds(seeds: Seeds, command: TrainingCommand, dry_run: bool, no_data:
 @argument("run_dir", type=PATH)
 @option("--data", type=PATH, required=True, help="Kaldi data dir.")
 @option("--alignments", type=PATH, required=True, help="Its alignment dir, or an archive of pdf-ids.")
-@option("--by", type=Choice(["speaker", "utterance"]), help="Also show the figures of each, the worst first.")
+@option(
+    "--by",
+    type=Choice(["speaker", "utterance"]),
+    help="Also show the figures of each speaker or utterance, worst first.",
+)
 @transforms_option
 @device_option
 @pipes_option
@@ -201,8 +205,8 @@ def evaluate(json_: bool, **options: Any) -> None:
         help="Folder for loglikes.ark, loglikes.scp, the counts and decode.sh, or for the archive of --as; "
              "-: write the archive to standard output.")  # fmt: skip
 @option("--as", "kind", type=Choice(["log-likelihoods", "posteriors", "log-posteriors", "activations"]),
-        default="log-likelihoods", help="What to write of each frame.")  # fmt: skip
-@option("--layer", type=IntRange(min=0), help="With --as activations: of this layer, counted from 0.")
+        default="log-likelihoods", help="What to write for each frame.")  # fmt: skip
+@option("--layer", type=IntRange(min=0), help="With --as activations: the layer, counted from 0.")
 @option("--prior-scale", type=float, help="Scale of the log-priors that are subtracted.  [default: 1.0]")
 @option("--priors", "prior_kind", type=Choice(["class-counts", "posterior-mean"]),
         help="What priors are made of: counts of the training alignment, or the network's posteriors on the training data, "
@@ -210,7 +214,7 @@ def evaluate(json_: bool, **options: Any) -> None:
 @option("--jobs", "--nj", type=IntRange(min=1), default=1, help="CPU processes that compute, a thread each.")
 @option("--compress", is_flag=True, help="Write Kaldi's compressed matrices, which lose precision (docs/kaldi.md).")
 @option("--compression-method", "method", type=Choice(["1", "2", "3", "5"]),
-        help="With --compress: as of Kaldi's copy-feats.  [default: 1]")  # fmt: skip
+        help="With --compress: the method, as in Kaldi's copy-feats.  [default: 1]")  # fmt: skip
 @transforms_option
 @device_option
 @pipes_option
@@ -237,10 +241,12 @@ def decode_prep(
 @option("--data", type=PATH, required=True, help="Kaldi data dir with text.")
 @option("--lang", type=PATH, required=True, help="Kaldi lang dir: L.fst, words.txt, oov.int.")
 @option("--model", "model_path", type=PATH, required=True, help="The final.mdl of the training alignment.")
-@option("--tree", "tree_path", type=PATH, required=True, help="The tree beside it.")
+@option("--tree", "tree_path", type=PATH, required=True, help="The tree next to it.")
 @option("--out", type=PATH, required=True, help="New alignment dir.")
 @option("--beam", type=float, default=10.0, help="Beam of the search.")
-@option("--retry-beam", type=float, default=40.0, help="Beam where that one reaches no final state; 0: none.")
+@option(
+    "--retry-beam", type=float, default=40.0, help="Beam for a second try if the first reaches no final state; 0: none."
+)
 @option("--acoustic-scale", type=float, default=0.1, help="Scale of the log-likelihoods.")
 @option("--transition-scale", type=float, default=1.0, help="Scale of transition probabilities but self-loops.")
 @option("--self-loop-scale", type=float, default=0.1, help="Scale of the probabilities of self-loops.")
@@ -281,7 +287,7 @@ def align(
 @option(
     "--acoustic-scale-from",
     type=PATH,
-    help="Take acoustic scale and penalty that were best in another scoring, of a development set: its score.json.",
+    help="Use the best acoustic scale and penalty of another scoring, on a development set: its score.json.",
 )
 @option(
     "--word-insertion-penalty",
@@ -333,10 +339,10 @@ def score(
 @option("--utt2spk", type=PATH, help="Speakers of the utterances.  [default: utt2spk beside TEXT, if there is one]")
 @json_option
 def compare_wer(text: Path, first: Path, second: Path, utt2spk: Path | None, json_: bool) -> None:
-    """Whether the word error rates of two systems differ: paired bootstrap by speakers.
+    """Test whether two systems' word error rates differ significantly (paired bootstrap over speakers).
 
-    TEXT is the reference, FIRST and SECOND are the words of the systems: Kaldi texts, or folders of ddnn score --out. Needs
-    ddnn[decode].
+    TEXT is the reference; FIRST and SECOND are the systems' hypotheses: Kaldi texts, or folders written by ddnn score --out.
+    Needs ddnn[decode].
     """
     from ddnn.decoding.word_errors import compare_hypotheses
 
@@ -381,7 +387,10 @@ def graph(json_: bool, **options: Any) -> None:
 @option("--beam", type=float, default=13.0, help="Decoding beam; there is no max-active.")
 @option("--lattice-beam", type=float, default=7.0, help="Cost above the best path up to which paths are kept.")
 @option(
-    "--acoustic-scale", type=float, default=0.1, help="Of log-likelihoods in the search; lattices hold them unscaled."
+    "--acoustic-scale",
+    type=float,
+    default=0.1,
+    help="Scale of log-likelihoods in the search; lattices hold them unscaled.",
 )
 @option("--raw", is_flag=True, help="Do not determinize: raw_lat.scp, with which training has another criterion.")
 @option("--jobs", "--nj", type=IntRange(min=1), default=1, help="CPU processes, a thread each.")

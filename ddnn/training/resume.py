@@ -46,8 +46,8 @@ def load_latest(store: CheckpointStore, recipe: Recipe) -> LoadedCheckpoint | No
     log.info("resumed from checkpoint %d: %s", handle.number, metadata.summary())
     if not bitwise and world.rank == 0:
         log.warning(
-            "the checkpoint is of %s, and %d resume: from the mean of the workers' models, without momentum; "
-            "frames are distributed again, so that of an epoch under way some are seen twice and some not at all",
+            "resuming a checkpoint of %s with %d: starting from the mean of the workers' models, momentum reset; "
+            "some frames of the current epoch will be seen twice, others not at all",
             *(plural(handle.world_size, "worker"), store.world_size),
         )
     state = rank_state(handle, store.rank, metadata.started, bitwise)

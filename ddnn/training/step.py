@@ -223,7 +223,7 @@ class CudaGraphStep:
 
     def _give_up(self, error: RuntimeError) -> None:
         self.disabled = True
-        log.warning("the step could not be captured as a CUDA graph, the eager step trains: %s", error)
+        log.warning("the step could not be captured as a CUDA graph, training eagerly: %s", error)
 
 
 class Snapshot:
@@ -264,15 +264,14 @@ def verified(graphed: CudaGraphStep, minibatches: list[Batch], lr: float) -> Ste
     loss, moved = _difference(losses, eager_losses), _difference(change, eager_change)
     if loss <= LOSS_TOLERANCE and moved <= CHANGE_TOLERANCE:
         log.info(
-            "the step is captured as a CUDA graph; over %d minibatches its losses differ by %.1e of the eager step's, "
-            "what it makes of the parameters by %.1e of their change",
+            "the step is captured as a CUDA graph; over %d minibatches its losses differ from the eager step's by %.1e, "
+            "its updates by %.1e (both relative)",
             *(len(minibatches), loss, moved),
         )
         return graphed
     log.warning(
-        "the step captured as a CUDA graph is not the eager one, which trains: over %d minibatches the losses differ "
-        "by %.1e of the eager step's (at most %.0e expected), what it makes of the parameters by %.1e of their change "
-        "(%.0e)",
+        "CUDA graph disabled, training eagerly: over %d minibatches its losses differ from the eager step's by %.1e "
+        "(limit %.0e), its updates by %.1e (limit %.0e)",
         *(len(minibatches), loss, LOSS_TOLERANCE, moved, CHANGE_TOLERANCE),
     )
     graphed.graphs.release()

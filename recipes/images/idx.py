@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Converts the files that the command line names; returns the exit code, 2 for a mistake of the user."""
     defaults = ConvertOptions()
     parser = argparse.ArgumentParser(
-        description="Images as frames, labels as pdf-ids, in a Kaldi data dir: train on it with data.splice: 0."
+        description="Convert IDX images to a Kaldi data dir: one frame per image, labels as pdf-ids. Train on it with data.splice: 0."
     )
     parser.add_argument("--images", type=Path, required=True, help="IDX file of images (unsigned bytes), plain or gzip")
     parser.add_argument("--labels", type=Path, required=True, help="IDX file of their labels")
