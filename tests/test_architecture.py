@@ -24,7 +24,7 @@ TOKENS = {
     "bench": 4_950,
     "cli": 6_100,
     "data": 16_150,
-    "decoding": 17_560,
+    "decoding": 17_500,
     "distributed": 13_450,
     "inspection": 6_550,
     "kaldi": 24_300,

@@ -132,7 +132,7 @@ def _compose(
 ) -> Any:
     """HCLG without self-loops: transition-ids to words. RuntimeError: it cannot be determinized."""
     kaldifst, tree = import_kaldi()[1], hmms.tree
-    words = kaldifst.StdVectorFst(kaldifst.compose(lexicon, unigram))
+    words = kaldifst.StdVectorFst(kaldifst.compose(lexicon, unigram, match_side="right"))
     kaldifst.determinize_star(words, use_log=True)
     kaldifst.minimize_encoded(words)
     kaldifst.arcsort(words, "ilabel")

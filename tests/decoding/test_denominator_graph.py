@@ -24,6 +24,7 @@ from ddnn.decoding.graph import read_graph
 from ddnn.decoding.hmm import ContextHmms
 from ddnn.decoding.prepare import import_nnet1, prepare_decoding
 from ddnn.kaldi.archive import MatrixReader, RecordReader, read_scp
+from ddnn.kaldi.data_dir import read_text
 from ddnn.kaldi.fst import Fst, read_fst, write_fst
 from ddnn.kaldi.lattice import Lattice, read_lattice
 from ddnn.kaldi.transition_model import read_transition_model
@@ -35,7 +36,7 @@ import kaldi_decoder
 import kaldifst
 
 from ddnn.decoding.denominator_graph import make_graph
-from ddnn.decoding.lattices import LatticeOptions, make_lattices
+from ddnn.decoding.lattices import WEAK, LatticeOptions, make_lattices, order_cost
 from ddnn.decoding.training_graph import Lexicon, TrainingGraphs
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -53,7 +54,7 @@ def lexicon_fst(disambiguated: bool) -> Fst:
     ways = list(zip((1, 2), SILENCE_COSTS, strict=True))
     arcs = [*((0, 0, 0, cost, to) for to, cost in ways), (2, 1, 0, 0.0, 3), (3, SYMBOLS[3] * disambiguated, 0, 0.0, 1)]
     new = 4
-    for word, pronunciations in WORDS.items():
+    for word, pronunciations in reversed(WORDS.items()):  # the order of a lexicon's words does not matter
         for phones, cost, number in pronunciations:
             state, labels = 1, [*phones, *[SYMBOLS[number]] * (disambiguated and number > 0)]
             for i, phone in enumerate(labels):
@@ -247,23 +248,26 @@ def test_without_the_package(system: Path, run_cli: RunCli, monkeypatch: pytest.
     assert result.exit_code == 2 and "ddnn[decode]" in result.stderr
 
 
-def of_an4(shared: Path, tmp_path: Path) -> Path:
+def of_an4(an4: Path, out: Path) -> Path:
     """Makes the graph of AN4's training transcripts."""
-    lang, ali = tmp_path / "lang", shared / "an4/ali"
-    (lang / "phones").mkdir(parents=True)
-    shutil.copyfile(shared / "golden/smbr/lang/L_disambig.fst", lang / "L_disambig.fst")
-    for name in ("words.txt", "phones/disambig.int"):
-        shutil.copyfile(shared / "an4/graph" / name, lang / name)
-    result = make_graph(lang, ali / "tree", ali / "final.mdl", shared / "an4/train/text", tmp_path / "graph")
-    assert (result.words, result.utterances) == (99, 948)
+    result = make_graph(an4 / "lang", an4 / "ali/tree", an4 / "ali/final.mdl", an4 / "train/text", out)
+    assert (result.words, result.utterances, result.oov) == (99, 948, {})
     assert abs(result.states - 1511) <= 5 and abs(result.arcs - 5521) <= 20
-    return tmp_path / "graph"
+    return out
 
 
-def test_the_graph_of_an4_is_that_of_kaldi(shared: Path, tmp_path: Path) -> None:
+def test_the_graph_of_an4_is_of_a_weak_language_model(an4: Path, tmp_path: Path) -> None:
+    """It has all words of the transcripts, and their order hardly matters."""
+    graph = read_graph(of_an4(an4, tmp_path / "graph"), an4 / "ali/final.mdl")
+    transcripts = read_text(an4 / "train/text").values()
+    spoken = {graph.words[label] for label in graph.fst.arcs["olabel"].tolist() if label}
+    assert spoken == set().union(*transcripts) and order_cost(graph, transcripts) < WEAK / 5
+
+
+def test_the_graph_of_an4_is_that_of_kaldi(an4: Path, shared: Path, tmp_path: Path) -> None:
     """Best paths, and lattices made with it, of 8 utterances."""
-    nnet1, train, model = shared / "an4/kaldi_nnet1", shared / "an4/train", shared / "an4/ali/final.mdl"
-    paths = {"ours": of_an4(shared, tmp_path), "kaldi": shared / "golden/smbr/dengraph"}
+    nnet1, train, model = shared / "an4/kaldi_nnet1", an4 / "train", an4 / "ali/final.mdl"
+    paths = {"ours": of_an4(an4, tmp_path / "graph"), "kaldi": shared / "golden/smbr/dengraph"}
     import_nnet1(
         nnet1 / "rbm_ce.nnet", nnet1 / "feature_transform.nnet", tmp_path / "run", nnet1 / "ali_train_pdf.counts"
     )

@@ -14,10 +14,12 @@ from jobs import RunCli, assert_refused
 from lattice_paths import all_paths, posteriors
 
 from ddnn.decoding import lattices
-from ddnn.decoding.lattices import LatticeOptions, LatticesResult, make_lattices
+from ddnn.decoding.graph import DecodingGraph, read_graph
+from ddnn.decoding.lattices import WEAK, LatticeOptions, LatticesResult, make_lattices, order_cost
 from ddnn.decoding.prepare import import_nnet1
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.kaldi.archive import RecordReader, read_scp
+from ddnn.kaldi.data_dir import read_text
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.lattice import Lattice, iterate_lattices, read_lattice
 from ddnn.kaldi.nnet1 import Activation, AffineTransform
@@ -184,6 +186,44 @@ def test_words_that_the_graph_lacks_are_named(toy: Path, caplog: pytest.LogCaptu
     (toy / "data/text").unlink()
     make(toy)
     assert "text does not exist" in caplog.text
+
+
+def test_a_graph_whose_words_depend_on_their_order_is_warned_of(toy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`a` behind `b` costs 3.5 in place of 0.5; then there is no way from `b` to `a`."""
+    make(toy)
+    assert "weak language model" not in caplog.text
+
+    def write_bigram(costs: np.ndarray) -> DecodingGraph:
+        """`costs`: of a, b, c at the beginning and behind each of them."""
+        arcs, offsets = list[tuple[int, int, float, int]](), [0]
+        for state, row in enumerate(costs.tolist()):
+            arcs += [(2 * pdf + 2, pdf + 1, cost, pdf + 1) for pdf, cost in enumerate(row) if np.isfinite(cost)]
+            arcs += [(2 * state - 1, 0, 0.1, state)] * (state > 0)
+            offsets.append(len(arcs))
+        fst = Fst(0, np.zeros(4, np.float32), np.array(offsets), np.array(arcs, ARC))
+        write_fst(toy / "graph/HCLG.fst", fst)
+        return read_graph(toy / "graph", toy / "final.mdl")
+
+    costs = np.full((4, 3), 0.5)
+    assert order_cost(write_bigram(costs), ["abc"]) == 0.0
+    costs[2, 0] = 3.5
+    graph = write_bigram(costs)
+    assert order_cost(graph, ["ab", "abc", "aa", "aba", "b", ""]) == pytest.approx((3 / 2 + 3 / 3) / 2)
+    assert order_cost(graph, ["a", "bb"]) == 0.0
+    make(toy, "strong")
+    assert "weak language model" in caplog.text and "make the graph with ddnn graph" in caplog.text
+    costs[2, 0] = np.inf
+    graph = write_bigram(costs)
+    assert order_cost(graph, ["ab"]) == order_cost(graph, ["ba"]) == np.inf
+
+
+def test_unigrams_and_trigrams_of_an4_are_told_apart(an4: Path) -> None:
+    transcripts = read_text(an4 / "test/text").values()
+    for name, weak in (("graph_ug", True), ("graph", False)):
+        graph = read_graph(an4 / name, an4 / "ali/final.mdl")
+        words = {graph.words[label] for label in graph.fst.arcs["olabel"].tolist() if label}
+        cost = order_cost(graph, [transcript for transcript in transcripts if set(transcript) <= words])
+        assert cost < WEAK / 5 if weak else cost > 3 * WEAK
 
 
 def test_files_of_other_systems_are_refused(toy: Path) -> None:
