@@ -81,32 +81,38 @@ def wer_table(study: Study, pairs: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def accuracy_table(study: Study, family: str) -> list[str]:
-    """A row for each number of workers and learning rate: mean gain of held-out expected accuracy after each pass."""
+    """A row for each number of workers and learning rate: gain of held-out expected accuracy after each pass, the mean over the
+    seeds that all rows have, and of the last pass each seed's."""
+    names, seeds = runs_of(study, family)
+    if not names or not seeds:
+        return ["No seed has all of these runs."]
     lines = [
-        "| workers | learning rate | averagings a pass | seeds | held out, before (%) | gain after pass 1 | 2 | 3 | 4 | WER `graph` | `graph_ug` |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| workers | learning rate | averagings a pass | gain after pass 1 | 2 | 3 | 4 | of each seed | WER `graph` | `graph_ug` |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     total = sum(study["words"])
-    for workers, rate in settings(study, family):
-        name = f"{family}-{workers}w-{rate}"
-        runs = [study["runs"][f"{name}-{seed}"] for seed in seeds_of(study, name)]
-        before = fmean(run["expected_accuracy"][0] for run in runs)
-        gains = []
-        for passes in range(1, 5):
-            at = [run["expected_accuracy"] for run in runs if len(run["expected_accuracy"]) > passes]
-            complete = len(at) == len(runs)
-            gains.append(f"{fmean(x[passes] - x[0] for x in at):+.3f}" if complete else "ended")
-        wers = [f"{fmean(100 * sum(run['errors'][graph]) / total for run in runs):.2f}" for graph in GRAPHS]
-        cells = [workers, rate, runs[0]["averagings"], len(runs), f"{before:.3f}", *gains, *wers]
+    for (workers, rate), name in names.items():
+        runs = [study["runs"][f"{name}-{seed}"] for seed in seeds]
+        gains = [[accuracy - run["expected_accuracy"][0] for accuracy in run["expected_accuracy"][1:]] for run in runs]
+        means = [f"{fmean(at):+.3f}" for at in zip(*gains, strict=False)]
+        cells = [workers, rate, runs[0]["averagings"], *means, *["ended"] * (4 - len(means))]
+        cells.append(", ".join(f"{gain[-1]:+.3f}" for gain in gains))
+        cells += [f"{fmean(100 * sum(run['errors'][graph]) / total for run in runs):.2f}" for graph in GRAPHS]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+    before = fmean(study["runs"][f"{next(iter(names.values()))}-{seed}"]["expected_accuracy"][0] for seed in seeds)
+    return [
+        *lines,
+        "",
+        f"Points of held-out expected accuracy, which is {before:.3f} % before training (mean of seeds {', '.join(map(str, seeds))}).",
+    ]
 
 
-def settings(study: Study, family: str) -> list[tuple[int, str]]:
-    """Numbers of workers and learning rates of the runs of a family."""
-    pattern = re.compile(rf"{family}-(\d+)w-(.*)-\d+")
-    found = {(int(match[1]), match[2]) for run in study["runs"] if (match := pattern.fullmatch(run))}
-    return sorted(found, key=lambda setting: (setting[0], float(setting[1])))
+def runs_of(study: Study, family: str) -> tuple[dict[tuple[int, str], str], list[int]]:
+    """Names of runs without their seeds by number of workers and learning rate; the seeds of which all are there."""
+    pattern = re.compile(rf"({family}-(\d+)w-(.*))-\d+")
+    names = {(int(match[2]), match[3]): match[1] for run in study["runs"] if (match := pattern.fullmatch(run))}
+    names = dict(sorted(names.items(), key=lambda item: (item[0][0], float(item[0][1]))))
+    return names, seeds_of(study, *names.values())
 
 
 def draw(study: Study, path: Path) -> Path:
@@ -118,9 +124,9 @@ def draw(study: Study, path: Path) -> Path:
     }
     panels = figure.subplots(1, len(titles))
     for axes, (family, title) in zip(panels, titles.items(), strict=True):
-        for workers, rate in settings(study, family):
-            name = f"{family}-{workers}w-{rate}"
-            curves = [study["runs"][f"{name}-{seed}"]["expected_accuracy"] for seed in seeds_of(study, name)]
+        names, seeds = runs_of(study, family)
+        for (workers, rate), name in names.items():
+            curves = [study["runs"][f"{name}-{seed}"]["expected_accuracy"] for seed in seeds]
             passes = range(min(map(len, curves)))
             color, marker, _ = style({1: 0, 4: 1, 16: 2}[workers])
             line = {1e-5: "-", 2e-5: "--", 4e-5: "--" if workers == 16 else ":", 1.6e-4: ":"}[float(rate)]
