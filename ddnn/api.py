@@ -119,6 +119,7 @@ def train(
         DivergedError: the training diverged, or its model has learned nothing; a UserError.
         SystemExit: a signal (Ctrl-C, SIGTERM) has ended it, with the exit codes of docs/run-dir.md.
     """
+    from ddnn.report import write_run_page
     from ddnn.runs.rows import EpochRow
     from ddnn.slurm.recovery import SlurmNodes
     from ddnn.training.command import TrainingCommand
@@ -136,7 +137,7 @@ def train(
         words = tuple(_as_settings(settings, allow_pipes))
         command = TrainingCommand("training", path, folder, words, workers, device, how)
         with _threads_kept(), _shows_what_logging_shows(), _exits_as_errors(command.location):
-            start_training(command, SlurmNodes(), on_epoch and on_row)
+            start_training(command, SlurmNodes(), write_run_page, on_epoch and on_row)
     return load(command.location)
 
 

@@ -110,4 +110,10 @@ def assert_trains(run_cli: RunCli, job: Job, settings: Iterable[str] = (), *, ru
     options = [word for setting in settings for word in ("--set", setting)]
     result = run_cli("train", job.recipe, "--run-dir", run or job.run, "--device", "cpu", *options)
     assert result.exit_code == 0, result.stderr
-    assert files_in(run or job.run) == {*BEFORE_TRAINING, "metrics.jsonl", "final.safetensors", "checkpoints"}
+    assert files_in(run or job.run) == {
+        *BEFORE_TRAINING,
+        "metrics.jsonl",
+        "final.safetensors",
+        "checkpoints",
+        "report.html",
+    }

@@ -173,9 +173,10 @@ def reproduce(tables: tuple[str, ...], json_: bool, **options: Any) -> None:
     result.raise_errors()
 
 
-@command(epilog="\b\nExample:\n  ddnn report exp/one exp/four --out exp/compared")
+@command(epilog="\b\nExample:\n  ddnn report exp/one exp/four --html compared.html")
 @argument("run_dirs", type=PATH, nargs=-1, required=True)
-@option("--out", type=PATH, default=Path("report"), help="Folder for the plots, PNG files.")
+@option("--html", type=PATH, metavar="FILE", help="Write a page with table and curves, and no PNG files without --out.")
+@option("--out", type=PATH, help="Folder for the plots, PNG files.  [default: report]")
 @option("--no-plots", is_flag=True, help="Draw no plots; they need ddnn[report].")
 @option(
     "--csv", "runs_csv", type=PATH, metavar="FILE|-", help="Write a row for each run, figures in full; -: print it."
@@ -183,14 +184,15 @@ def reproduce(tables: tuple[str, ...], json_: bool, **options: Any) -> None:
 @option("--csv-epochs", type=PATH, metavar="FILE|-", help="Write a row for each epoch of each run; -: print it.")
 @json_option
 def report(
-    run_dirs: tuple[Path, ...], out: Path, no_plots: bool, runs_csv: Path | None, csv_epochs: Path | None, json_: bool
-) -> None:
+    run_dirs: tuple[Path, ...], html: Path | None, out: Path | None, no_plots: bool, runs_csv: Path | None,
+    csv_epochs: Path | None, json_: bool,
+) -> None:  # fmt: skip
     """Compare trainings: accuracy, results on test sets, speed, where the time went.
 
     Results are those of `ddnn evaluate --json` and `ddnn score --json` that were saved in a run dir or in a folder of it,
     as RUN_DIR/decode_test/score.json.
     """
-    from ddnn.report import table
+    from ddnn.report import page, table
 
     files, printed = {"--csv": runs_csv, "--csv-epochs": csv_epochs}, Path("-")
     on_stdout = [name for name, path in files.items() if path == printed]
@@ -203,7 +205,10 @@ def report(
             f"{' and '.join(on_stdout)} would both be printed", location="the command line", hint="name a file"
         )
     to_files = [None if path == printed else path for path in files.values()]
-    result = table.report(run_dirs, None if no_plots or printed in files.values() else out, *to_files)
+    without = no_plots or printed in files.values() or (html is not None and out is None)
+    result = table.report(run_dirs, None if without else out or Path("report"), *to_files)
+    if html is not None:
+        result = page.write_page(result, html)
     if printed not in files.values():
         print_result(result, json_)
     else:

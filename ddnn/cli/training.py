@@ -141,12 +141,13 @@ def _start(
 
 
 def _start_here(command: TrainingCommand, dry_run: bool, no_data: bool) -> None:
+    from ddnn.report import write_run_page
     from ddnn.slurm.recovery import SlurmNodes
     from ddnn.training import start
 
     if dry_run:
         echo(start.dry_run(command, no_data), nl=False)
-    elif message := start.start_training(command, SlurmNodes()):
+    elif message := start.start_training(command, SlurmNodes(), write_run_page):
         echo(printable(message, ""))
 
 

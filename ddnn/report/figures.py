@@ -106,12 +106,13 @@ def save(figure: Plot, path: Path) -> Path:
     return path
 
 
-SHARE_COLORS = {"compute": "#0072B2", "data": "#56B4E9", "comm": "#D55E00", "wait": "#E69F00", "other": "0.8"}
+SHARE_COLORS = {"compute": "#0072B2", "data": "#56B4E9", "comm": "#D55E00", "wait": "#E69F00", "other": "#CCCCCC"}
 MAX_NAMED_BARS = 30
 Points = NDArray[np.float64]
-_RATE = "learning_rate"
-_LABELS = {name: kind.label + ("" if kind.percent else " per frame (nats)") for name, kind in FIGURES.items()}
-_LABELS[_RATE] = "applied learning rate (log scale)"
+RATE = "learning_rate"
+LABELS = {name: kind.label + ("" if kind.percent else " per frame (nats)") for name, kind in FIGURES.items()}
+LABELS[RATE] = "applied learning rate (log scale)"
+OUTLIERS = {name: 1e4 if name == RATE else 2.0 for name in LABELS}  # the factor of each panel's `outlier_limit`
 
 
 def draw_report(runs: Sequence[Run], out: Path) -> tuple[Path, ...]:
@@ -131,11 +132,16 @@ def curve(axes: Axes, points: Points, number: int, name: str) -> None:
     axes.plot(*points.T, color=color, marker=marker, markersize=5, linestyle=line, linewidth=1.6, label=label(name))
 
 
+def outlier_limit(curves: Iterable[Points], factor: float) -> float:
+    """`factor` times the median of a typical curve: where an axis ends, so that one that diverged, or the network before
+    training, does not flatten the others. `curves`: the values of each."""
+    medians = [np.nanmedian(values) for values in curves if np.isfinite(values).any()]
+    return factor * median_low(medians) if medians else math.inf
+
+
 def clip_outliers(axes: Axes, curves: Iterable[Points], factor: float) -> None:
-    """Ends an axis at `factor` times the median of a typical curve, so that one that diverged, or the network before
-    training, does not flatten the others. `curves`: the second column has the values."""
-    medians = [np.nanmedian(points[:, 1]) for points in curves if np.isfinite(points[:, 1]).any()]
-    if medians and axes.dataLim.y1 > (limit := factor * median_low(medians)) > axes.dataLim.y0:
+    """Ends an axis at the `outlier_limit`."""
+    if axes.dataLim.y1 > (limit := outlier_limit(curves, factor)) > axes.dataLim.y0:
         axes.dataLim.intervaly = (axes.dataLim.y0, limit)
 
 
@@ -143,22 +149,21 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
     """The objective's figures in cross-validation, those of training as thin lines, and the applied learning rate against
     epochs and against time; rejected epochs are hollow. Values far above those of the other runs are outside the axes."""
     plot = new_figure(11, 10)
-    recorded = dict.fromkeys(name for run in runs for row in run.metrics.cv for name in row.figures)
-    names = [*(recorded or [LOSS.name]), _RATE]
+    names = panel_names(runs)
     panels = plot.subplots(len(names), 2, sharey="row", sharex="col")
     for pair, name in zip(panels, names, strict=True):
         for column, (axes, against) in enumerate(zip(pair, ("epoch", "training time (seconds)"), strict=True)):
             curves = []
             for number, run in enumerate(runs):
-                cv, train = (_points(run, rows, name) for rows in (run.metrics.cv, run.metrics.train))
+                cv, train = (learning_points(run, rows, name) for rows in (run.metrics.cv, run.metrics.train))
                 xy, (color, marker, line) = [column, 2], style(number)
                 curve(axes, cv[:, xy], number, run.name)
                 rejected = cv[cv[:, 3] == 0.0][:, xy]
                 axes.plot(*rejected.T, marker, color=color, markerfacecolor="white", markersize=5)
                 axes.plot(*train[:, xy].T, line, color=color, linewidth=0.8, alpha=0.7)
-                curves.append(cv[:, xy])
-            clip_outliers(axes, curves, 1e4 if name == _RATE else 2.0)
-            tidy(axes, _LABELS[name].partition(" (")[0].capitalize(), against, _LABELS[name])
+                curves.append(cv[:, 2])
+            clip_outliers(axes, curves, OUTLIERS[name])
+            tidy(axes, LABELS[name].partition(" (")[0].capitalize(), against, LABELS[name])
             axes.label_outer()
     panels[-1][0].set_yscale("log")
     panels[-1][0].locator_params(axis="x", integer=True)
@@ -170,35 +175,47 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
     return save(plot, path)
 
 
-def _points(run: Run, rows: Sequence[EpochRow], name: str) -> Points:
+def panel_names(runs: Sequence[Run]) -> list[str]:
+    """What learning curves show: the figures of cross-validation that are known, and the learning rate; as in `LABELS`."""
+    recorded = dict.fromkeys(name for run in runs for row in run.metrics.cv for name in row.figures)
+    return [*(recorded or [LOSS.name]), RATE]
+
+
+def learning_points(run: Run, rows: Sequence[EpochRow], name: str) -> Points:
     """Epoch, seconds of training up to its end, the value and whether the epoch was accepted. Without a finite value, or
     where the seconds are not known, there is NaN, which is not drawn."""
     seconds = {0: 0.0} | dict(zip((row.epoch for row in run.metrics.train), training_seconds(run), strict=True))
-    values = ({**row.figures, _RATE: row.learning_rate or None}.get(name) for row in rows)
+    values = ({**row.figures, RATE: row.learning_rate or None}.get(name) for row in rows)
     points = [(row.epoch, seconds.get(row.epoch), y, row.accepted) for row, y in zip(rows, values, strict=True)]
     return np.array(points, np.float64).reshape(-1, 4)
 
 
-def draw_time(runs: Sequence[Run], path: Path) -> Path:
-    """Stacked bars of the fractions of time: for all workers of each run, or for each worker of a single run."""
-    bars: dict[str, list[float]] = {}  # name -> a width for each share
+def time_bars(runs: Sequence[Run]) -> tuple[list[str], Points]:
+    """Percent of the time that each of `SHARE_COLORS` took, (shares, bars), and the names of the bars: of all workers of
+    each run, or of each worker of a single run."""
+    bars: dict[str, list[float]] = {}
     for run in runs:
         shares = [means_by_rank(run.metrics.workers, f"{name}_fraction") for name in SHARES]
         if len(runs) == 1:
             bars |= {f"worker {rank}": [share.get(rank, 0.0) for share in shares] for rank in shares[0]}
         elif run.metrics.workers:
-            bars[label(run.name)] = [fmean(share.values() or [0.0]) for share in shares]
+            bars[run.name] = [fmean(share.values() or [0.0]) for share in shares]
+    widths = 100.0 * np.array(list(bars.values())).reshape(-1, len(SHARES)).T
+    return list(bars), np.vstack([widths, np.maximum(0.0, 100.0 - widths.sum(axis=0))])
+
+
+def draw_time(runs: Sequence[Run], path: Path) -> Path:
+    """Stacked bars of the fractions of time."""
+    bars, widths = time_bars(runs)
     few = len(bars) <= MAX_NAMED_BARS
     plot = new_figure(11, max(2.8, 1.5 + 0.42 * min(len(bars), MAX_NAMED_BARS)))
     axes = plot.subplots()
-    widths = 100.0 * np.array(list(bars.values())).reshape(-1, len(SHARES)).T  # (shares, bars)
-    widths = np.vstack([widths, np.maximum(0.0, 100.0 - widths.sum(axis=0))])
-    for name, width, left in zip((*SHARES, "other"), widths, widths.cumsum(axis=0) - widths, strict=True):
+    for name, width, left in zip(SHARE_COLORS, widths, widths.cumsum(axis=0) - widths, strict=True):
         drawn = axes.barh(range(len(bars)), width, 0.72 if few else 1.0, left, color=SHARE_COLORS[name], label=name)
         if few:  # numbers where there is room for them
             axes.bar_label(drawn, fmt=lambda value: f"{value:.1f}" if value >= 4.0 else "", label_type="center")
     tidy(axes, "Time of the workers (wait: for other workers)", "fraction of the training time (%)", "")
-    axes.set_yticks(range(len(bars)), bars) if few else axes.set_yticks([])
+    axes.set_yticks(range(len(bars)), list(map(label, bars))) if few else axes.set_yticks([])
     axes.invert_yaxis()
     axes.grid(False, axis="y")
     legend_below(plot, axes)
@@ -219,7 +236,7 @@ def draw_consensus_distance(runs: Sequence[Run], path: Path) -> Path:
             points = np.array([(epoch, fmean(v), min(v), max(v)) for epoch, v in by_epoch.items()])
             curve(axes, points[:, :2], number, run.name)
             axes.fill_between(*points[:, [0, 2, 3]].T, color=style(number)[0], alpha=0.15, linewidth=0)
-            curves.append(points)
+            curves.append(points[:, 1])
     clip_outliers(axes, curves, 10.0)
     title = "Consensus distance of the workers' models before an averaging (band: lowest to highest worker)"
     tidy(axes, title, "epoch", "distance from the mean model (% of its norm)")

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 SHARES = ("compute", "data", "comm", "wait")  # the fractions of the time of a worker's training thread
 MIN_MEASURABLE = 1e-9  # seconds, or frames per second, below which a row has no meaningful speed
+WER = "WER (%)"  # the label of a result
 MAX_RESULT_BYTES = 64 << 20
 OVERLOADED = 0.8  # of the compute time as CPU time: with less, other processes took the cores
 
@@ -49,7 +50,7 @@ class Run:
         return self.metrics.starts[-1] if self.metrics.starts else None
 
     @cached_property
-    def results(self) -> tuple[dict[str, float], list[str]]:
+    def results(self) -> tuple[dict[str, float], list[str], dict[str, tuple[float, float]]]:
         """`read_results` of the run dir."""
         return read_results(self.path)
 
@@ -77,6 +78,16 @@ def read_run(path: Path, name: str | None = None) -> Run:
     return Run(name or path.absolute().name, path, recipe, read_metrics(path / METRICS))
 
 
+class _ScaleScore(BaseModel):
+    """An acoustic scale and word insertion penalty of `ddnn score`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    acoustic_scale: float = math.nan
+    word_insertion_penalty: float = 0.0
+    interval: tuple[float, float] | None = None  # of the WER in percent, 95 %
+
+
 class _Result(BaseModel):
     """The JSON output of `ddnn evaluate` or `ddnn score`."""
 
@@ -86,21 +97,30 @@ class _Result(BaseModel):
     frame_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     wer: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
     model: str | None = None  # `model_digest`; older versions have none
+    scales: list[_ScaleScore] = []
+    best: float | None = None  # the acoustic scale of `wer`
+    best_word_insertion_penalty: float = 0.0
+
+    def interval(self) -> tuple[float, float] | None:
+        """Of `wer`, in percent: 95 %. None: it is not known."""
+        best = self.best, self.best_word_insertion_penalty
+        return next((s.interval for s in self.scales if (s.acoustic_scale, s.word_insertion_penalty) == best), None)
 
     def figures(self) -> dict[str, float]:
         """By label; empty if this is the JSON of something else."""
-        figures = {"loss per frame": self.loss, "WER (%)": self.wer}
+        figures = {"loss per frame": self.loss, WER: self.wer}
         if self.frame_accuracy is not None:
             figures["frame accuracy (%)"] = 100.0 * self.frame_accuracy
         return {label: value for label, value in figures.items() if value is not None}
 
 
-def read_results(run_dir: Path) -> tuple[dict[str, float], list[str]]:
+def read_results(run_dir: Path) -> tuple[dict[str, float], list[str], dict[str, tuple[float, float]]]:
     """The results on test sets whose JSON was saved in a run dir or in a folder of it, as "decode_test/score: WER (%)"
-    for decode_test/score.json; and the names of files whose results belong to another model than the run dir has now.
-    Other JSON files are ignored; one that cannot be read is skipped with a warning."""
+    for decode_test/score.json; the names of files whose results belong to another model than the run dir has now; and
+    the 95 % intervals of word error rates, by the same names as the results. Other JSON files are ignored; one that
+    cannot be read is skipped with a warning."""
     results: dict[str, float] = {}
-    stale = []
+    stale, intervals = list[str](), dict[str, tuple[float, float]]()
     digest = cache(lambda: model_digest(run_dir))
     for file in [*sorted(run_dir.glob("*.json")), *sorted(run_dir.glob("*/*.json"))]:
         if file.parent.name == CHECKPOINTS:
@@ -118,7 +138,9 @@ def read_results(run_dir: Path) -> tuple[dict[str, float], list[str]]:
             stale.append(name)
         else:
             results |= {f"{name}: {label}": value for label, value in figures.items()}
-    return results, stale
+            if (interval := result.interval()) is not None:
+                intervals[f"{name}: {WER}"] = interval
+    return results, stale, intervals
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -237,6 +259,19 @@ def _conditions(run: Run) -> dict[str, Any]:
     }
 
 
+def warnings(run: Run) -> list[str]:
+    """What may make a run's model or speed a bad one, a sentence each."""
+    end = run.metrics.end
+    failed = end.reason_text if end is not None and end.reason in ("diverged", "failed") else None
+    return list(filter(None, (overload(run), run.metrics.warning, failed)))
+
+
+def compares(runs: Sequence[Run]) -> bool:
+    """Whether the figures of cross-validation of all runs are of the same criterion and utterances."""
+    criteria = (run.recipe and getattr(run.recipe.criterion, "name", run.recipe.criterion) for run in runs)
+    return len({(run.start and run.start.cv_digest, name) for run, name in zip(runs, criteria, strict=True)}) == 1
+
+
 def overload(run: Run) -> str | None:
     """A warning if other processes used the cores of a run, so that its times are too long; else None."""
     fraction = compute_cpu_fraction(run.metrics)
@@ -258,12 +293,12 @@ def remarks(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
     by_digest: defaultdict[str, list[str]] = defaultdict(list)
     for run, summary in zip(runs, summaries, strict=True):
         by_digest[run.start.cv_digest if run.start else ""].append(run.name)
-        base, reason, warning, stale = summary["speed_up_over"], summary["no_speed_up"], overload(run), run.results[1]
+        base, reason, stale = summary["speed_up_over"], summary["no_speed_up"], run.results[1]
         another = f"of another model than {FINAL} is now (was it trained longer?)"
         notes = (
             base and f"speed-up over {base}, the fastest one-worker run that compares",
             reason and f"no speed-up: {reason}",
-            warning and f"warning: {warning}",
+            *(f"warning: {warning}" for warning in warnings(run)),
             stale and f"{', '.join(stale)}: {another}, not shown: evaluate or decode again",
         )
         remarks += [f"{run.name}: {note}" for note in notes if note]

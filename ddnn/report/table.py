@@ -43,6 +43,7 @@ class Report:
     summaries: tuple[Summary, ...]
     plots: tuple[Path, ...]
     tables: tuple[Path, ...] = ()  # CSV
+    pages: tuple[Path, ...] = ()  # HTML
 
     @cached_property
     def settings(self) -> dict[str, list[Any]]:
@@ -55,32 +56,48 @@ class Report:
             start, events = run.start and run.start.model_dump(), [event.model_dump() for event in run.metrics.events]
             more = {"settings": settings, "results": run.results[0], "start": start, "events": events}
             runs.append({"name": run.name, "path": str(run.path), **summary, **more})
-        files = {"plots": list(map(str, self.plots)), "tables": list(map(str, self.tables))}
+        kinds = {"plots": self.plots, "tables": self.tables, "pages": self.pages}
+        files = {kind: list(map(str, paths)) for kind, paths in kinds.items()}
         return {"runs": runs, "remarks": remarks(self.runs, self.summaries), **files}
 
     def _settings_of(self, number: int) -> dict[str, Any]:
         return {key: values[number] for key, values in self.settings.items()}
 
-    def as_text(self) -> str:
-        settings = {_word(key) if key in CONTRAST else key: _texts(values) for key, values in self.settings.items()}
-        contrast, differing = list(settings)[: len(CONTRAST)], list(settings)[len(CONTRAST) :]
+    @cached_property
+    def texts(self) -> dict[str, list[str | None]]:
+        """Of each recipe key in `settings`: its value in each run as text, None if it is not used."""
+        return {key: _texts(values) for key, values in self.settings.items()}
+
+    @cached_property
+    def columns(self) -> list[dict[str, str]]:
+        """Of each run its settings and figures, texts by their labels; "-" is not known. All runs have the same labels."""
+        keys = list(self.texts)
+        contrast, differing = keys[: len(CONTRAST)], keys[len(CONTRAST) :][:MAX_DIFFERING]
         results = dict.fromkeys(name for run in self.runs for name in run.results[0])
         columns = []
         for number, (run, summary) in enumerate(zip(self.runs, self.summaries, strict=True)):
             text = render(
                 "report.txt.j2",
                 **{"s": summary, "figures": FIGURES.values(), "printable": printable},
-                keys={key: settings[key][number] for key in contrast},
-                differing={key: settings[key][number] for key in differing[:MAX_DIFFERING]},
+                keys={_word(key): self.texts[key][number] for key in contrast},
+                differing={key: self.texts[key][number] for key in differing},
                 results=results | run.results[0],
             )
             columns.append(dict(line.split("\t", 1) for line in text.splitlines() if line))
-        lines = [_tables([run.name for run in self.runs], columns)]
-        if hidden := differing[MAX_DIFFERING:]:
+        return columns
+
+    @cached_property
+    def events(self) -> list[str]:
+        """Resumes and restarts, a sentence each."""
+        return [f"{run.name}: {event.as_text()}" for run in self.runs for event in run.metrics.events]
+
+    def as_text(self) -> str:
+        lines = [_tables([run.name for run in self.runs], self.columns)]
+        if hidden := list(self.settings)[len(CONTRAST) + MAX_DIFFERING :]:
             lines.append(f"{len(hidden)} more keys differ: {', '.join(hidden)}")
-        lines += remarks(self.runs, self.summaries)
-        lines += [f"{run.name}: {event.as_text()}" for run in self.runs for event in run.metrics.events]
-        lines += [f"plot: {path}" for path in self.plots] + [f"table: {path}" for path in self.tables]
+        lines += [*remarks(self.runs, self.summaries), *self.events]
+        for kind, paths in (("plot", self.plots), ("table", self.tables), ("page", self.pages)):
+            lines += [f"{kind}: {path}" for path in paths]
         return "\n".join(lines)
 
     def runs_csv(self) -> str:

@@ -30,6 +30,7 @@ FINAL = "final.safetensors"  # the trained model
 PDF_COUNTS = "ali_train_pdf.counts"  # frames per pdf of the training alignment, for the priors
 MODEL_DIGEST = "model.sha256"  # beside log-likelihoods, lattices and alignments: what network made them, `digest_line`
 CV_UTTERANCES = "cv_utterances"  # ids of the utterances for cross-validation, one a line
+PAGE = "report.html"  # the training as a page, written when it ends
 CHECKPOINTS = "checkpoints"  # what a resume needs; removed in the end
 PRETRAIN = "pretrain"  # the RBMs that a training trains itself: a pretraining directory without lock and log
 TENSORBOARD = "tensorboard"  # the rows of metrics.jsonl for TensorBoard (`log.tensorboard`)
@@ -37,7 +38,7 @@ DBN = "dbn.safetensors"  # of a pretraining, beside rbm1.safetensors, ...: all o
 # Of a Slurm job: its script, number and output; of a pretraining also the recipe with all sections.
 JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE = "job.sh", "job.json", "job.out", "submitted_recipe.yaml"
 
-FILES = (RECIPE, LOG, STATUS, METRICS, BEST, FINAL, PDF_COUNTS, CV_UTTERANCES)
+FILES = (RECIPE, LOG, STATUS, METRICS, BEST, FINAL, PDF_COUNTS, CV_UTTERANCES, PAGE)
 _BEFORE_TRAINING = {RECIPE, LOG, STATUS, PRETRAIN, TENSORBOARD, PDF_COUNTS, CV_UTTERANCES}
 _FOLDERS = (PRETRAIN, CHECKPOINTS, TENSORBOARD)
 TEMPORARY = re.compile(rf"\.(?:{'|'.join(map(re.escape, (*FILES, DBN)))}|rbm\d+\.safetensors)\.tmp\d+")

@@ -37,6 +37,7 @@ FILES = {
     "metrics.jsonl",
     "final.safetensors",
     "checkpoints",
+    "report.html",
     "ali_train_pdf.counts",
     "cv_utterances",
 }
