@@ -50,9 +50,9 @@ class SequenceObjective(Objective):
         self.criterion, self.utterances, self.log_priors = criterion, utterances, log_priors
 
     def __call__(self, outputs: Tensor, batch: Batch, derivative: Tensor) -> Sums:
-        """An utterance whose derivative is not finite adds nothing to the figures."""
+        """An utterance whose derivative is not finite adds nothing to the figures, and alone makes no update."""
         loglikes = (outputs.float() - self.log_priors).cpu().numpy()
-        losses, right, first, known = 0.0, 0.0, 0, self.utterances
+        losses, right, first, known, self.updates = 0.0, 0.0, 0, self.utterances, False
         for u in batch.utterances:
             name = known.names[u]
             rows = slice(first, first := first + len(known.references[name]))
@@ -61,6 +61,7 @@ class SequenceObjective(Objective):
                 derivative[rows].copy_(torch.from_numpy(value.derivative))
                 losses += (0.0 if self.criterion.name == "mmi" else len(value.derivative)) - value.objective
                 right += value.reference
+                self.updates = True
             else:
                 log.warning("utterance %s: its derivative is not finite: ignored", name)
                 derivative[rows].zero_()

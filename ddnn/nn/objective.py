@@ -22,9 +22,11 @@ class Objective(ABC):
 
     Attributes:
         figures: what it measures; the first is what schedules and validation go by.
+        updates: whether the network is to be updated by the derivative of the last minibatch.
     """
 
     figures: ClassVar[tuple[Figure, ...]]
+    updates = True
 
     @abstractmethod
     def __call__(self, outputs: Tensor, batch: Batch, derivative: Tensor) -> Sums:

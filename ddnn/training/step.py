@@ -88,7 +88,9 @@ class EagerStep:
         return sums
 
     def update(self, frames: int, lr: float) -> None:
-        self.optimizer.step(self.workspace.of(frames), lr, self.average)
+        """Where workers average gradients, each has its part in all of their updates."""
+        if self.objective.updates or self.average is not None:
+            self.optimizer.step(self.workspace.of(frames), lr, self.average)
 
     def load(self, batch: Batch) -> None:
         """Copies the minibatch to `workspace.x` where it is elsewhere."""

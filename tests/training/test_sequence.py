@@ -21,7 +21,7 @@ from kaldi_files import lattice_bytes, read_matrix
 
 from ddnn.data.index import assign_shards
 from ddnn.distributed.signals import TrainingInterrupted
-from ddnn.kaldi.alignments import read_pdf_counts
+from ddnn.kaldi.alignments import read_pdf_counts, read_transition_ids
 from ddnn.kaldi.archive import read_scp
 from ddnn.kaldi.lattice import Lattice, write_lattices
 from ddnn.lattices.criteria import SequenceCriterion
@@ -255,6 +255,65 @@ def test_nothing_moves_where_the_derivative_is_not_finite(
     run_training(corpus.recipe(tmp_path), tmp_path / "run", "cpu")
     assert torch.equal(parameters(tmp_path / "run"), parameters(corpus.root / "ce"))
     assert f"utterance {corpus.names[0]}: its derivative is not finite" in caplog.text
+
+
+class Broken:
+    """Trainings in one order, with nothing or with an utterance whose derivative is not finite, or has no lattice."""
+
+    def __init__(self, corpus: Corpus, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ddnn.training.criterion.shuffled", lambda utterances, *_: list(utterances))
+        self.corpus, self.folder, self.monkeypatch = corpus, folder, monkeypatch
+        self.name = corpus.names[4]
+        (folder / "held_out").write_text("\n".join(corpus.names[-3:]) + "\n")
+        lattices = {name: lattice for name, lattice in corpus.lattices.items() if name != self.name}
+        self.without = f"criterion.lattices={write_lattice_dir(folder / 'lats', lattices)}"
+
+    def train(self, out: str, *settings: str, workers: int = 1) -> torch.Tensor:
+        held_out = "data.cv.fraction=null", f"data.cv.utterances={self.folder / 'held_out'}"
+        recipe = self.corpus.recipe(self.folder, "schedule.epochs=1", *held_out, *settings)
+        run_workers(workers, lambda comm: run_training(recipe, self.folder / out, "cpu", comm))
+        return parameters(self.folder / out)
+
+    def begin(self) -> None:
+        """From now on its derivative is not finite."""
+        call, reference = SequenceCriterion.__call__, read_transition_ids(self.corpus.ali, {self.name})[self.name]
+
+        def infinite(criterion: SequenceCriterion, *arguments: Any) -> Any:
+            value = call(criterion, *arguments)
+            if np.array_equal(arguments[-1], reference):
+                value.derivative[3, 1] = np.inf
+            return value
+
+        self.monkeypatch.setattr(SequenceCriterion, "__call__", infinite)
+
+
+@pytest.fixture
+def broken(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Broken:
+    return Broken(corpus, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "ng-sgd"])
+def test_no_update_where_the_derivative_is_not_finite(broken: Broken, optimizer: str) -> None:
+    """Momentum, weight decay and the Fisher matrices included: as if the utterance had no lattice."""
+    settings = f"optimizer={{name: {optimizer}, momentum: 0.9, l2: 0.01}}"
+    expected = broken.train("without", settings, broken.without)
+    broken.begin()
+    assert torch.equal(broken.train("infinite", settings), expected)
+
+
+def test_an_update_by_the_utterances_whose_derivative_is_finite(broken: Broken) -> None:
+    settings = "criterion.utterances_per_update=9", "parallel.averaging_frames=400"
+    expected, before = broken.train("without", *settings, broken.without), parameters(broken.corpus.root / "ce")
+    broken.begin()
+    change = broken.train("infinite", *settings) - expected
+    assert float(change.norm() / (expected - before).norm()) < 1e-4
+
+
+def test_workers_that_average_gradients_wait_for_each_other(broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
+    broken.begin()
+    settings = "parallel.strategy=gradient-all-reduce", "parallel.averaging_frames=null", "optimizer.momentum=0.9"
+    assert broken.train("infinite", *settings, workers=2).isfinite().all()
+    assert f"utterance {broken.name}: its derivative is not finite: ignored" in caplog.text
 
 
 def test_passes_end_early_where_cross_validation_gets_worse_twice(corpus: Corpus, tmp_path: Path) -> None:
