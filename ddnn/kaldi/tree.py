@@ -14,7 +14,7 @@ from ddnn.kaldi.transition_model import MAX_PDF
 from ddnn.util.errors import DataError
 
 MAX_DEPTH = 300  # of maps in each other; splits of one leaf after another, as Kaldi's, make some tens
-MAX_CONTEXT_WIDTH = 31
+MAX_CONTEXT_WIDTH = 7  # more than anyone trains; strings of phones that may follow a state grow exponentially
 _SMALLEST_MAP = len("NULL ")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from fuzz.child import Target
+from fuzz.targets_align import align_targets
 from fuzz.targets_checkpoints import checkpoint_targets
 from fuzz.targets_convert import convert_targets
 from fuzz.targets_kaldi import kaldi_targets
@@ -20,6 +21,7 @@ def all_targets() -> tuple[Target, ...]:
     found = (
         *table_targets(),
         *kaldi_targets(),
+        *align_targets(),
         *text_targets(),
         *run_targets(),
         *model_targets(),

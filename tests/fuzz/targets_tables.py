@@ -15,10 +15,12 @@ from fuzz.child import Target
 from fuzz.targets_kaldi import MODEL
 
 from ddnn.kaldi.alignments import pdf_counts, read_alignments, read_pdf_counts
-from ddnn.kaldi.archive import MatrixReader, iterate_int_vectors, iterate_matrices, read_scp
+from ddnn.kaldi.archive import MatrixReader, RecordReader, iterate_int_vectors, iterate_matrices, read_scp
 from ddnn.kaldi.data_dir import apply_cmvn, read_cmvn_stats, read_data_dir, read_text, read_utt2spk
-from ddnn.kaldi.lattice import iterate_lattices, write_lattices
+from ddnn.kaldi.lattice import iterate_lattices, read_lattice, write_lattices
 from ddnn.kaldi.transforms import mismatched_options, read_transform_config, read_transforms
+from ddnn.kaldi.transition_model import read_transition_model
+from ddnn.lattices.criteria import SequenceCriterion
 from ddnn.util.errors import DataError
 
 HUGE = b"\xff\xff\xff\x7f"
@@ -76,6 +78,25 @@ def _lattices(folder: Path) -> None:
     """At most 500: each takes a third of a millisecond, however small it is."""
     lattices = list(islice(iterate_lattices(folder / "lat.ark"), 500))
     write_lattices(folder / "again.ark", folder / "again.scp", lattices)
+
+
+def _model_beside(folder: Path) -> None:
+    write_model(folder / "final.mdl", range(4))
+
+
+def _trained(folder: Path) -> None:
+    """As a training copies and reads them, each with a derivative, of numbers or not; at most 300, see above."""
+    model, copy = read_transition_model(folder / "final.mdl"), folder / "copy.scp"
+    write_lattices(folder / "copy.ark", copy, islice(iterate_lattices(folder / "lat.1.gz"), 300), relative=True)
+    with RecordReader() as reader:
+        read = [read_lattice(reader, entry) for entry in read_scp(copy)[:20]]
+    for lattice in read:
+        frames = lattice.num_frames
+        if 0 < frames < 500 and lattice.tids.max() <= model.num_transition_ids:
+            loglikes, reference = np.zeros((frames, model.num_pdfs), np.float32), np.ones(frames, np.int32)
+            for criterion in ("smbr", "mmi"):
+                value = SequenceCriterion(criterion, model, (2,))(lattice, loglikes, reference)
+                assert value.derivative.shape == loglikes.shape
 
 
 def _integers(name: str, folder: Path) -> None:
@@ -263,6 +284,16 @@ def table_targets() -> list[Target]:
                 b"a \n0 2147483647 1\n2147483647\n\n",
             ),
             tokens=(*RECORD, b"compactlattice44", b"lattice4", b"\0\0\x80\x7f", b"0,0,1_2", b"Infinity"),
+            per_byte=400,
+        ),
+        Target(
+            "archive of lattices, gzip, trained",
+            "lat.1.gz",
+            _trained,
+            tuple(map(seeds.lattices, LATTICES)),
+            beside=_model_beside,
+            pack=seeds.zipped,
+            tokens=(*RECORD, b"\0\0\x80\x7f", b"\0\0\x80\xff", b"\xff\xff\x7f\x7f", b"1e38,-1e38,1_2"),
             per_byte=400,
         ),
         Target(

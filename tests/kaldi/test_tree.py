@@ -84,7 +84,7 @@ def test_every_transition_state_of_an4_comes_from_its_tree(an4: Path) -> None:
     [
         (b"ContextDependency 3 1", b"ContextDependency 3 3", "a position in it at byte .* 3 and 3"),
         (b"ContextDependency 3 1", b"ContextDependency 0 0", "a context width"),
-        (b"ContextDependency 3 1", b"ContextDependency 40 1", "at most 31"),
+        (b"ContextDependency 3 1", b"ContextDependency 8 1", "at most 7"),
         (b"ToPdf", b"ToPhone", "ToLength or ToPdf"),
         (b"TE 1 3", b"TE 3 3", "a position from -1 to 2 in the window at byte .* 3"),
         (b"TE 1 3", b"TE -2 3", "a position from -1 to 2"),
