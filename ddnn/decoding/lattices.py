@@ -216,7 +216,11 @@ def order_cost(graph: DecodingGraph, transcripts: Iterable[Sequence[str]]) -> fl
     of_words = [[ids[word] for word in words] for words in transcripts if words != words[::-1]]
     with tempfile.TemporaryDirectory(prefix="ddnn-graph-") as temporary:
         path = Path(temporary) / "words.fst"
-        write_fst(path, graph.fst)
+        arcs = graph.fst.arcs.copy()
+        np.maximum(
+            arcs["weight"], 0, out=arcs["weight"]
+        )  # a cycle without words whose cost is negative would have no shortest path
+        write_fst(path, replace(graph.fst, arcs=arcs))
         fst = kaldifst.StdFst.read(str(path))
 
         def cost(words: list[int]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,14 @@ def test_a_graph_whose_words_depend_on_their_order_is_warned_of(toy: Path, caplo
     costs[2, 0] = np.inf
     graph = write_bigram(costs)
     assert order_cost(graph, ["ab"]) == order_cost(graph, ["ba"]) == np.inf
+
+
+def test_a_loop_of_negative_cost_ends(toy: Path) -> None:
+    """A self-loop without a word, as a damaged graph may have it: each round of it would be cheaper than the last."""
+    graph = read_graph(toy / "graph", toy / "final.mdl")
+    arcs = graph.fst.arcs.copy()
+    arcs["weight"][arcs["olabel"] == 0] = -1.0
+    assert order_cost(replace(graph, fst=replace(graph.fst, arcs=arcs)), ["ab", "bc"]) < WEAK
 
 
 def test_unigrams_and_trigrams_of_an4_are_told_apart(an4: Path) -> None:
