@@ -24,7 +24,7 @@ TOKENS = {
     "bench": 4_950,
     "cli": 6_150,
     "data": 16_150,
-    "decoding": 17_500,
+    "decoding": 17_540,
     "distributed": 13_450,
     "inspection": 6_550,
     "kaldi": 24_300,
