@@ -1,4 +1,5 @@
 # make demo    the main job on a synthetic corpus: data, training, evaluation, word error rate
+# make an4     a DNN on a real corpus, beside Kaldi's GMM and networks: recipes/an4
 # make test    lint and tests
 # make test-slurm  the tests that start a real Slurm on this machine (root, Debian)
 # make fuzz    damaged files to every reader, for FUZZ_SECONDS (600) on all cores
@@ -24,7 +25,7 @@ PIP = $(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS)
 # Several OpenMP threads on GEMMs of this size are slower than one, and the tests run in parallel.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev demo test test-slurm lint format fuzz bench gpu soak same-results mutants check-swbd docs clean
+.PHONY: setup setup-dev demo an4 test test-slurm lint format fuzz bench gpu soak same-results mutants check-swbd docs clean
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
@@ -72,6 +73,18 @@ demo: setup
 	$(DEMO_SCORE) demo/output/decode_dev --text demo/output/dev/text --acoustic-scale 0.1,0.2,0.3,0.5 --out demo/output/score_dev
 	$(DDNN) decode-prep demo/output/run --data demo/corpus/test --out demo/output/decode
 	$(DEMO_SCORE) demo/output/decode --text demo/corpus/test/text --acoustic-scale-from demo/output/score_dev/score.json
+
+AN4 = recipes/an4/corpus
+an4: setup
+	rm -rf demo/an4
+	$(DDNN) train recipes/an4/ng-random.yaml --run-dir demo/an4
+	$(DDNN) evaluate demo/an4 --data $(AN4)/test --alignments $(AN4)/ali_test
+	$(DDNN) decode-prep demo/an4 --data $(AN4)/test --out demo/an4/decode
+	for graph in graph graph_ug; do \
+	  $(DDNN) score demo/an4/decode --graph $(AN4)/$$graph --model $(AN4)/ali/final.mdl --text $(AN4)/test/text \
+	    --acoustic-scale 0.07,0.1,0.143 --out demo/an4/$$graph || exit; \
+	done
+	$(BIN)/python recipes/an4/compare.py demo/an4
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
@@ -124,4 +137,4 @@ docs: setup-dev
 	@echo "the site: docs/_build/docs/index.html"
 
 clean:
-	rm -rf $(VENV) demo/output build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) demo/output demo/an4 build dist .pytest_cache .mypy_cache .ruff_cache
