@@ -8,7 +8,7 @@ import re
 import shlex
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,22 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, f"{page.name} links to {target}"
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Those of the prose of a page, as readers see it: without code blocks and the targets of links."""
+    text = re.sub(r"^(```|~~~).*?^\1", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    for block in re.split(r"\n\s*\n|\n(?=[-*|#]|\d+\.)|\|", text):
+        visible = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(block.split()))
+        yield from re.split(r"(?<=[.!?:;])\s+(?=[A-Z*`\[(])", visible)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_are_short_and_idiomatic(page: Path) -> None:
+    for sentence in sentences(page.read_text()):
+        words = re.findall(r"[A-Za-z]\w*|\d[\d.,]*", sentence)
+        assert len(words) <= 40, f"{page.name}: {len(words)} words: {sentence}"
+        assert not re.search(r"how manyth|\bof before\b|\bWho wants\b", sentence), f"{page.name}: {sentence}"
 
 
 def concrete(kind: type[rows.MetricsRow]) -> list[type[rows.MetricsRow]]:

@@ -37,7 +37,7 @@ class LayerConfig(Section):
     _place: str = PrivateAttr("")
 
     repeat: Annotated[int, Field(ge=1, le=MAX_REPEATS)] = 1
-    """So many such layers, one above the other, each counted as a layer."""
+    """Number of such layers, one on top of the other, each counted as a layer."""
 
     @property
     def place(self) -> str:
@@ -148,20 +148,20 @@ class ConvLayerConfig(TrainedLayerConfig):
     """Number of filters."""
     patch: SizeOrBoth
     """Bands that a filter reads at once, of all frames and deltas, or of all filters below. A mapping of `time` and `bands`
-    makes it move along both: over frames, or over the rows of an image, so many at once."""
+    makes it move along both: over frames, or over the rows of an image, this many at once."""
     step: SizeOrBoth = 1
-    """Bands from one patch to the next; of a patch over both a mapping, or the same for both."""
+    """Bands from one patch to the next. For a patch over both axes: a mapping, or one number for both."""
     dilation: Size = 1
-    """Of a patch over both: frames from one that it reads to the next, as in a TDNN."""
+    """For a patch over both axes: distance in frames between the frames that it reads, as in a TDNN."""
     pool: SizeOrBoth = 1
-    """Patches in a pool; of a patch over both a mapping, or the same for both. 1: no pooling."""
+    """Patches in a pool. For a patch over both axes: a mapping, or one number for both. 1: no pooling."""
     pool_step: SizeOrBoth | None = None
-    """Patches from one pool to the next, at most `pool`. Default: `pool`, so that pools do not overlap."""
+    """Patches from one pool to the next, at most `pool`. Default: `pool`, without overlap."""
     pool_kind: Literal["max", "average"] = "max"
-    """What a pool gives of a filter's outputs."""
+    """What a pool computes from the outputs of a filter."""
     layout: Literal["frequency", "kaldi"] = "frequency"
-    """Above another convolution: `frequency` moves along frequency. `kaldi` reads the same values as make_cnn_proto.py
-    does, as if they were ordered filter by filter, of which a patch takes mostly different filters."""
+    """On top of another convolution: `frequency` moves along frequency. `kaldi` reads the same values as make_cnn_proto.py
+    does, as if they were ordered filter by filter, so a patch mostly covers different filters."""
     scale_and_shift: bool = True
     """Whether each output is multiplied and shifted by a trained number before the activation (Rescale, AddShift)."""
     max_norm: NotNegative | None = None
@@ -197,11 +197,11 @@ class PoolLayerConfig(LayerConfig):
     primary_key: ClassVar[str] = "size"
 
     size: SizeOrBoth
-    """Patches in a pool; of patches over time and bands a mapping, or the same for both."""
+    """Patches in a pool. For patches over time and bands: a mapping, or one number for both."""
     step: SizeOrBoth | None = None
     """Patches from one pool to the next, at most `size`. Default: `size`."""
     kind: Literal["max", "average"] = "max"
-    """What a pool gives of a filter's outputs."""
+    """What a pool computes from the outputs of a filter."""
 
 
 class ScaleAndShiftLayerConfig(LayerConfig):
@@ -231,7 +231,7 @@ class ActivationLayerConfig(LayerConfig):
     primary_key: ClassVar[str] = "activation"
 
     activation: Literal["sigmoid", "tanh", "relu", "prelu"]
-    """As that of other layers."""
+    """Activation, as in other layers."""
 
     @property
     def trained(self) -> bool:  # type: ignore[override]

@@ -38,17 +38,17 @@ class CrossValidationConfig(Section):
     """A separate Kaldi data dir for cross-validation, or a list of them. Nothing is then held out of the training data,
     and no utterance may be in both."""
     alignments: Paths | None = None
-    """The alignments of `data.cv.data`; of a list as many, in the same order."""
+    """The alignments of `data.cv.data`. For a list, one for each data dir, in the same order."""
     transforms: Paths | None = None
-    """Kaldi's transforms of `data.cv.data`, a path or a list as there. Default: those of `data.transforms`, which has its
-    speakers where both data dirs were aligned together."""
+    """Kaldi's transforms of `data.cv.data`, a path or a list as there. Default: `data.transforms`, which contains these
+    speakers if both data dirs were aligned together."""
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         default_factory=lambda known: 0.1 if all(value is None for value in known.values()) else None
     )
-    """Fraction of the training frames to hold out, drawn with the recipe's `seed` so that they come close to it.
+    """Fraction of the training frames to hold out, drawn with the recipe's `seed` to come close to it.
     Default: 0.1 if nothing else in this section is given."""
     by: Literal["speaker", "utterance"] | None = None
-    """Whether `fraction` holds out whole speakers or utterances. Default: speakers; but utterances, with a warning, where
+    """Whether `fraction` holds out whole speakers or utterances. Default: speakers; but utterances, with a warning, if
     there is no `utt2spk` or there are too few speakers to come within a fifth of `fraction`. Held-out utterances of
     speakers who are also trained on make the cross-validation look better than other speakers would."""
 
@@ -61,7 +61,7 @@ class DataConfig(Section):
     together: docs/input.md."""
     alignments: Paths
     """Kaldi alignment dir (`ali.*.gz` of transition-ids and `final.mdl`), or one archive of pdf-ids (`.ark`, `.txt`,
-    `.gz`). For a list of data dirs as many, in the same order, all of one tree."""
+    `.gz`). If `data.train` is a list, give one for each data dir, in the same order; all must use the same tree."""
     num_pdfs: Count | None = None
     """Number of pdfs (senones). It is read from `final.mdl` and only used with an archive of pdf-ids, where the default
     is the largest pdf-id + 1."""
@@ -76,25 +76,25 @@ class DataConfig(Section):
     """Order of delta features to append (Kaldi's add-deltas, window 2), after CMVN and before splicing."""
     transforms: Paths | None = None
     """A Kaldi dir (`exp/tri4_ali`) whose transforms are applied to raw features after CMVN: `final.mat` (LDA+MLLT) to
-    frames spliced by its `splice_opts`, or deltas by its `delta_opts` where there is no `final.mat`; then `trans.*`
-    (fMLLR) of speakers or utterances, if there are any. See docs/input.md. For a list of data dirs one that has the
-    transforms of all their speakers, or as many, of one system."""
+    frames spliced by its `splice_opts`, or deltas by its `delta_opts` if there is no `final.mat`; then `trans.*`
+    (fMLLR) of speakers or utterances, if there are any. See docs/input.md. If `data.train` is a list, give one dir with
+    the transforms of all speakers, or one for each data dir, all of one system."""
     normalize: bool = True
     """Shift and scale each spliced dimension to zero mean and unit variance over the training set."""
     feature_dtype: Literal["float32", "float16"] = "float32"
     """Type of the features in memory. float16 halves the memory."""
     feature_device: Literal["auto", "cpu"] = "auto"
-    """GPUs: where the features are kept. `auto`: in GPU memory if they fit, together with the training. Otherwise, and
-    with `cpu`, they are kept in host memory, and minibatches are prefetched. The log says where they are."""
+    """GPUs: where the features are kept. `auto`: in GPU memory if they fit alongside training. Otherwise, and
+    with `cpu`, they are kept in host memory, and minibatches are prefetched. The log reports where they are."""
     cache_dir: Path | None = None
-    """Directory of cached features, created if it does not exist: the next training on the same data maps a file in
-    seconds. docs/input.md says what the file depends on. Not given: no cache."""
+    """Directory of cached features, created if it does not exist: the next run on the same data maps a file in
+    seconds. docs/input.md lists what the file depends on. Default: no cache."""
     loader_processes: Count | None = None
     """Processes of each worker that read the features, if these take gigabytes. Default: the usable cores, up to 8,
     divided among the workers of a host."""
     allow_pipes: bool = False
-    """Run shell commands in an scp (`ssh host cat x.mat |`). Only for data that you wrote yourself. Counts on the command
-    line and in the recipe that it names, not in included files, run dirs and corpora."""
+    """Run shell commands in an scp (`ssh host cat x.mat |`). Only for data that you wrote yourself. Accepted only
+    on the command line or in the recipe file named there; rejected in included files, run dirs and corpora."""
     max_skipped_fraction: Fraction = 0.05
     """Largest fraction of the utterances of a data dir that may have no alignment, or differ from it by 5 frames or more.
     With more, training is refused."""
@@ -114,12 +114,12 @@ class ModelConfig(Section):
     """Instead of the three keys above, the layers below the output layer, first to last, each a mapping of its kind to its
     keys: [Layers](#layers)."""
     bands: Size | None = None
-    """Bands of a frame along which the convolutions of `model.layers` move: 8 for images of 8 x 8 pixels, 40 where features
+    """Bands of a frame along which the convolutions of `model.layers` move: 8 for images of 8 x 8 pixels, 40 if features
     of 120 dims have their deltas in the file. Default: the dims of the features, without `data.deltas`."""
     freeze: list[int] | None = None
     """Numbers of layers that keep their initial parameters bit for bit, such as those of RBMs or of a trained network: 0
-    is the first hidden layer, the number of hidden layers the output layer. Of `model.layers` each is counted, repeated
-    ones as often as they are. Not all of them."""
+    is the first hidden layer, the number of hidden layers the output layer. With `model.layers`, count every entry
+    (`repeat: 4` counts as four). At least one layer must stay trainable."""
 
     def summary(self) -> str:
         """The hidden layers in a few words: "6 x 2048 sigmoid"."""
@@ -147,7 +147,7 @@ class TrainedModelConfig(Section):
     """The mapping that `init` takes: a trained network to start from."""
 
     model: Path
-    """A run dir of ddnn or a model file in it (`best.safetensors` of a training that has not finished), or a directory of
+    """A run dir of ddnn or a model file in it (`best.safetensors` of a run that has not finished), or a directory of
     Kaldi's `final.nnet` and its feature transform."""
     output_layer: Literal["keep", "random"] = "keep"
     """`random` makes a new output layer, for another tree or another number of pdfs."""
@@ -252,8 +252,8 @@ class NgSgdConfig(MomentumConfig):
     slows down training with many workers. `unscaled` limits the step before it is multiplied by the learning rate, as
     in the code behind arXiv 1507.01239: learning rates of 0.32 and more work only with it."""
     exact: bool = False
-    """With `precision: bf16`, precondition in float32 and round what comes of it, and always update after
-    `update_period` minibatches, which takes longer. In float32, precondition by PyTorch's products where compiled
+    """With `precision: bf16`, precondition in float32 and round the result, and always update after
+    `update_period` minibatches, which takes longer. In float32, precondition by PyTorch's products even if compiled
     kernels would do it, which changes the last bits."""
 
 
@@ -265,13 +265,13 @@ class CombinationConfig(Section):
 
     keep: Literal["last", "best"] = "last"
     """Which epoch's model becomes the final one: that of the `last` accepted epoch, or the `best`, with the lowest
-    cross-validation loss. Newbob's last accepted epoch is its best one, but for `criterion`, `min_epochs`, `keep_lr_epochs`."""
+    cross-validation loss. Newbob's last accepted epoch is its best one, unless `criterion`, `min_epochs` or `keep_lr_epochs` is set."""
     average_last: Annotated[int, Field(ge=1, le=100)] = 1
-    """At the end the means of the parameters after the last 2, 3, ... accepted epochs are evaluated, up to so many. The best
-    becomes the final model if its cross-validation loss is no higher than that of the last accepted epoch. 1: none."""
+    """At the end the means of the parameters after the last 2, 3, ... accepted epochs are evaluated, up to this number. The
+    best becomes the final model if its cross-validation loss is no higher than the last accepted epoch's. 1: no means."""
     moving_average_epochs: Positive | None = None
     """Likewise an exponential moving average of the parameters with this time constant, in epochs: it is updated every
-    `parallel.averaging_period` minibatches, with one worker too. Not given: none."""
+    `parallel.averaging_period` minibatches, with one worker too. Default: none."""
 
 
 class NewbobConfig(CombinationConfig):
@@ -353,33 +353,33 @@ class PretrainConfig(Section):
     Kaldi."""
 
     dbn: Path | None = None
-    """A pretrained DBN: a dir of `ddnn pretrain`, or Kaldi's `N.dbn`. Not given: `ddnn train` pretrains one."""
+    """A pretrained DBN: a dir of `ddnn pretrain`, or Kaldi's `N.dbn`. By default `ddnn train` pretrains one."""
     feature_transform: Path | None = None
     """The `final.feature_transform` of a Kaldi `.dbn` file."""
     below: Path | None = None
     """If `model.layers` has convolutions: run dir of a network that was trained with the same ones. RBMs are trained for
     the affine layers at the end of `model.layers`, on the outputs of that network's layers below them, which are then
-    trained further with them: docs/layers.md."""
+    fine-tuned together with them: docs/layers.md."""
     epochs: Annotated[list[Count], Field(min_length=1)] | None = None
-    """Epochs for each RBM, lowest first; the last number applies to all further RBMs."""
+    """Epochs for each RBM, lowest first; the last number applies to all remaining RBMs."""
     hours: Positive = 100.0
     """Hours of speech on which each RBM is trained if `epochs` is not given, twice as many for the lowest; at least one
     epoch and at most `max_epochs`."""
     max_epochs: Count = 20
-    """Largest number of epochs of an RBM that follows from `hours`, which on an hour of speech would be 100 and 200.
-    Kaldi's recipes for small corpora have `--rbm-iter 20`, which is `epochs: [40, 20]`."""
+    """Limit of the number of epochs that follows from `hours`, which on an hour of speech would be 100 and 200.
+    Kaldi's recipes for small corpora use `--rbm-iter 20`, which is `epochs: [40, 20]`."""
     minibatch_size: Count = 100
     """Frames in a minibatch of pretraining."""
     gaussian_learning_rate: Positive = 0.01
-    """Learning rate of the lowest RBM, which has Gaussian visible units; above a convolution it has not, and
-    `learning_rate`."""
+    """Learning rate of the lowest RBM, whose visible units are Gaussian. An RBM on top of a convolution has binary visible
+    units and uses `pretrain.learning_rate`."""
     learning_rate: Positive = 0.4
     """Learning rate of the other RBMs."""
     l2: NotNegative = 2e-4
     """Weight decay."""
     kaldi_momentum: bool = True
     """`true`: as in Kaldi, momentum 0.9 from the second minibatch on, while the learning rate is scaled as if the
-    momentum rose from 0.5. `false`: it does rise from 0.5."""
+    momentum rose from 0.5. `false`: the momentum does rise from 0.5."""
 
 
 class WorkersConfig(Section):
@@ -388,25 +388,26 @@ class WorkersConfig(Section):
     workers: Count = 1
     """Number of workers. Each is one MPI rank with its device."""
     columns: Count | Literal["auto"] = 1
-    """So many workers share one network: each holds an equal part of the outputs or filters of every layer. They train on the same
-    minibatches, and compute what one worker would, to rounding. `workers` is a multiple of it; models are averaged
-    among `workers` / `columns` of these replicas: docs/parallel.md. `auto`, on CPUs, for networks of affine layers: the number that
-    is predicted to be fastest, from products and messages that are timed at the start; recipe.yaml in the run dir has it."""
+    """Number of workers that share one network: each holds an equal part of the outputs or filters of every layer. They train
+    on the same minibatches, and compute what one worker would, up to rounding. `workers` must be a multiple of it; models are
+    averaged among `workers` / `columns` of these replicas: docs/parallel.md. `auto` (CPUs, networks of affine layers): the
+    number predicted to be fastest, from products and messages timed at the start. recipe.yaml in the run dir records it."""
     stages: Count | Literal["auto"] = 1
-    """So many workers share one network as a pipeline: each holds consecutive layers, and a minibatch goes through them
-    in microbatches. They compute what one worker would, to rounding. `workers` is a multiple of `columns` x `stages`,
-    of workers each layer of a stage may be split over columns too: docs/parallel.md. On CPUs, without dropout. `auto`: as
-    for `columns`, also the number of microbatches where it is not given."""
+    """Number of workers that share one network as a pipeline: each holds consecutive layers, and a minibatch goes through
+    them in microbatches. They compute what one worker would, up to rounding. `workers` must be a multiple of `columns` x
+    `stages`; the layers of a stage may be split over columns, too: docs/parallel.md. Only on CPUs and without dropout.
+    `auto`: as for `columns`; it also chooses the number of microbatches if that is not given."""
     microbatches: Count | None = None
-    """Microbatches of a minibatch in a pipeline. Default: the most that have 64 frames each, but at most 4 for each
+    """Microbatches of a minibatch in a pipeline. Default: as many as possible with 64 frames each, but at most 4 for each
     stage."""
     pipeline: Literal["fill-drain", "1f1b"] = "fill-drain"
     """In which order a stage takes microbatches: `fill-drain` all forward, then all backward; `1f1b` one forward and one
     backward in turn, which with SGD needs memory for at most `stages` of them."""
     averaging_period: Count = 10
-    """Minibatches of each worker between two averagings."""
+    """Minibatches of each worker between two averaging steps."""
     averaging_frames: Count | None = None
-    """Instead, frames of each worker between two averagings, to whole minibatches; for utterances, whose lengths differ."""
+    """Alternative to `averaging_period`: frames of each worker between two averaging steps, rounded to whole minibatches.
+    This suits utterances, whose lengths differ."""
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"
     """Warm-up before the first epoch: `single-worker` trains rank 0 alone on its shard, at the unscaled learning rate,
     and gives its model to all workers; `all-reduce` averages after every minibatch."""
@@ -419,13 +420,13 @@ class WorkersConfig(Section):
     gpu_transport: Literal["auto", "host", "device", "nccl"] = "auto"
     """GPUs: `host` sends parameters through pinned host memory, `device` directly from device memory if the MPI says
     that it supports this, `nccl` by NCCL. `auto`: `device` if the MPI says that it supports it, otherwise `host`, or `nccl`
-    where `columns` is over 1: outputs of layers go from GPU to GPU, not by `host`."""
+    if `columns` is over 1: outputs of layers go from GPU to GPU, not by `host`."""
     oversubscribe_gpus: bool = False
     """Allow more workers than GPUs on a host."""
     pretrain_data: Literal["sharded", "replicated"] = "sharded"
-    """RBMs that a training pretrains itself. `sharded`: each worker trains on its shard, and they average by all-reduce
+    """How RBMs that the run pretrains itself are trained. `sharded`: each worker trains on its shard, and they average by all-reduce
     every `averaging_period` minibatches. `replicated`: rank 0 trains on the whole corpus, which must fit into its
-    memory, to the same bits as a single worker."""
+    memory; the result is bitwise identical to that of a single worker."""
     max_restarts: NotNegativeCount = 3
     """How often the job is restarted from its newest checkpoint after a worker was killed by a signal or hung. Each
     newer checkpoint resets the count. 0: never. Errors that a worker reports are not retried."""
@@ -443,7 +444,7 @@ class WorkersConfig(Section):
 
     @property
     def period(self) -> str:
-        """Between two averagings, in words."""
+        """Between two averaging steps, in words."""
         frames = self.averaging_frames
         return f"{self.averaging_period} minibatches" if frames is None else f"{frames} frames"
 
@@ -464,7 +465,7 @@ class AveragingConfig(WorkersConfig):
     """Multiply the schedule's learning rates by the number of workers, as in arXiv 1507.01239. Default: true, but false
     for bmuf."""
     local_momentum: Literal["keep", "average", "reset"] = "keep"
-    """What an averaging does to the workers' momentum (`optimizer.momentum`). Default: keep, but reset for bmuf."""
+    """What an averaging step does to the workers' momentum (`optimizer.momentum`). Default: keep, but reset for bmuf."""
 
 
 class BmufConfig(WorkersConfig):
@@ -485,15 +486,15 @@ class CheckpointConfig(Section):
     """Checkpoints, written after each epoch and within it, for --resume and restarts: docs/reliability.md."""
 
     interval_minutes: Positive = 2.0
-    """Minutes between two checkpoints within an epoch, which are written at the next averaging."""
+    """Minutes between two checkpoints within an epoch, which are written at the next averaging step."""
     interval_minibatches: Count | None = None
-    """Also write a checkpoint after so many minibatches of each worker, at the next averaging."""
+    """Also write a checkpoint after this number of minibatches of each worker, at the next averaging step."""
     keep_last: Count = 2
     """How many checkpoints to keep: the newest, and earlier ones in case it is damaged."""
 
 
 class LogConfig(Section):
-    """What a training reports while it runs, besides `train.log` and `metrics.jsonl`."""
+    """What a run reports while it trains, besides `train.log` and `metrics.jsonl`."""
 
     interval_minutes: Positive = 5.0
     """Minutes within an epoch after which the log gets a line on how far the epoch is, with the loss so far, the speed
@@ -516,8 +517,8 @@ class Recipe(Section):
     """A whole recipe. Relative paths are looked up in the working directory, then in the folder of the recipe."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
-    """Seed of everything random: initial parameters, frame order, held-out speakers or utterances. The same seed gives the same bits
-    on the same machine."""
+    """Seed of everything random: initial parameters, frame order, held-out speakers or utterances. On the same
+    machine the same seed gives bitwise identical results."""
     data: DataConfig
     """Features and alignments."""
     model: ModelConfig = ModelConfig()
@@ -538,16 +539,16 @@ class Recipe(Section):
     """Frames in a minibatch. The frames that remain at the end of an epoch are dropped, as in Kaldi. A mapping makes it
     grow from epoch to epoch: docs/algorithms.md."""
     minibatch_scope: Literal["worker", "total"] = "worker"
-    """Whose minibatch `minibatch_size` is: of each worker, or of all workers together, each of which then has
-    `minibatch_size` / `parallel.workers` frames (times `parallel.columns`): docs/parallel.md. The same with one worker."""
+    """`worker`: each worker uses minibatches of `minibatch_size` frames. `total`: the workers share one minibatch, so each
+    gets `minibatch_size` / `parallel.workers` frames (times `parallel.columns`): docs/parallel.md."""
     randomizer_size: Count | None = None
-    """The order of frames is random within so many, of utterances whose order is the same in every epoch, as with
-    nnet-train-frmshuff: 32768 there. Not given: within the whole corpus. docs/algorithms.md."""
+    """Size of the shuffle buffer in frames, as in nnet-train-frmshuff (which uses 32768); utterances come in the same order
+    in every epoch. Default: shuffle all frames of the corpus. See docs/algorithms.md."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Type of the factors of matrix products in training. With `bf16`, parameters, their updates, losses, the state of
-    NG-SGD and pretraining remain float32; cross-validation is in bf16 too, but for the output layer. `auto`: bf16 if
-    all workers have hardware on which it is faster (Intel's AMX, AMD's AVX512-BF16, or a GPU of compute capability 8.0)
-    and the network is not small; recipe.yaml in the run dir has what was chosen, the log also why."""
+    NG-SGD and pretraining remain float32; cross-validation is in bf16 too, except for the output layer. `auto`: bf16
+    if all workers have hardware on which it is faster (Intel's AMX, AMD's AVX512-BF16, or a GPU of compute capability 8.0)
+    and the network is not small. The choice is recorded in recipe.yaml of the run dir, and its reason in the log."""
     allow_tf32: bool = False
     """GPUs: multiply float32 numbers as TF32, with 10 bits of mantissa instead of 23, in training, pretraining and
     cross-validation."""
