@@ -24,7 +24,7 @@ score() {  # RUN: word error rates with both graphs
   done
 }
 
-prepare() {  # RUN SEED: alignment and lattices of a network, with the lattice beam of Kaldi's lattices of this corpus
+prepare() {  # RUN: alignment and lattices of a network, with the lattice beam of Kaldi's lattices of this corpus
   score "$1"
   [ -e "$out/ali-$1" ] || ddnn align "$out/$1" --data $corpus/train --lang $corpus/lang --model $model \
     --tree $corpus/ali/tree --out "$out/ali-$1"
