@@ -1,6 +1,6 @@
 """ddnn: trains hybrid DNN-HMM acoustic models on Kaldi features and alignments.
 
-In Python: `ddnn.train`, `ddnn.load`, `ddnn.evaluate` and the others of `__all__`; docs/python.md.
+In Python: `ddnn.train`, `ddnn.load`, `ddnn.evaluate` and the others of `__all__`; docs/tutorials/python.md.
 """
 
 from typing import TYPE_CHECKING, Any

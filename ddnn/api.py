@@ -1,5 +1,5 @@
 """The functions of `import ddnn`: training, trained models and what is done with them, and Kaldi's features and alignments
-as numpy arrays. docs/python.md shows them. Needs torch only where something is computed."""
+as numpy arrays. docs/tutorials/python.md shows them. Needs torch only where something is computed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def train(
     """Trains a network, as `ddnn train` does, and returns it.
 
     Args:
-        recipe: path of a recipe, or a mapping of recipe keys (docs/recipe.md) with mappings for sections. Relative paths
+        recipe: path of a recipe, or a mapping of recipe keys (docs/reference/recipe.md) with mappings for sections. Relative paths
             of a mapping are taken from the working directory.
         run_dir: where the training leaves everything; a new or empty directory unless `resume`. Default: exp/NAME OF
             THE RECIPE; a mapping has no name and needs one.
@@ -117,7 +117,7 @@ def train(
     Raises:
         UserError: something for the user to fix: recipe, data, device, disk.
         DivergedError: the training diverged, or its model has learned nothing; a UserError.
-        SystemExit: a signal (Ctrl-C, SIGTERM) has ended it, with the exit codes of docs/run-dir.md.
+        SystemExit: a signal (Ctrl-C, SIGTERM) has ended it, with the exit codes of docs/reference/run-dir.md.
     """
     from ddnn.report import write_run_page
     from ddnn.runs.rows import EpochRow
@@ -272,7 +272,7 @@ def score(
 
 @_errors_rewritten()
 def read_metrics(run_dir: StrPath) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl (docs/metrics.md), each a dict, in the order of the file; also while the training runs.
+    """The rows of metrics.jsonl (docs/reference/metrics.md), each a dict, in the order of the file; also while the training runs.
 
     Raises:
         UserError: there is none, or it is damaged.
@@ -427,7 +427,7 @@ class Model:
                 message = (
                     f"cmvn_stats of shape {stats.shape} found, expected (2, {self.dim + 1}), finite, of a frame or more"
                 )
-                raise DataError(message, hint="give Kaldi's statistics, sums and not means: see docs/python.md")
+                raise DataError(message, hint="give Kaldi's statistics, sums and not means: docs/tutorials/python.md")
             matrix = apply_cmvn(matrix, stats, variance=config.cmvn == "mean-variance")
         return add_deltas(matrix, config.deltas) if config.deltas else matrix
 

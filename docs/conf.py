@@ -9,7 +9,14 @@ version = release = version_of("ddnn")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click", "sphinx_copybutton"]
 root_doc = "docs/index"
-include_patterns = ["README.md", "CHANGELOG.md", "docs/*.md", "docs/results/*.md", "recipes/*/README.md", "recipes/*/corpus/README.md", "tests/golden/README.md"]
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "docs/**.md",
+    "recipes/*/README.md",
+    "recipes/*/corpus/README.md",
+    "tests/golden/README.md",
+]
 exclude_patterns = ["docs/_build"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4

@@ -1,5 +1,5 @@
 """Which files and functions of ddnn a minibatch, a checkpoint, a resume and decode-prep run through: numbers of the table in
-docs/design.md.
+docs/development/design.md.
 
     python tests/structure.py        -v names the files
 

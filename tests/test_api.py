@@ -1,4 +1,4 @@
-"""`import ddnn`: the programs of docs/python.md, run as they stand; models on single utterances; what is refused."""
+"""`import ddnn`: the programs of docs/tutorials/python.md, run as they stand; models on single utterances; what is refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ddnn.training import start
 from ddnn.training.model_evaluation import evaluate_run
 from ddnn.util.errors import DataError
 
-PAGE = Path(__file__).parents[1] / "docs/python.md"
+PAGE = Path(__file__).parents[1] / "docs/tutorials/python.md"
 
 
 def test_the_programs_of_the_page_run_as_they_stand(

@@ -111,13 +111,13 @@ def imported(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[
 
 
 def levels(design: str) -> dict[str, int]:
-    """Folder under ddnn -> level, from the line "`cli`, `api` > `reproduce` > ... > `util`" of docs/design.md."""
+    """Folder under ddnn -> level, from the line "`cli`, `api` > `reproduce` > ... > `util`" of docs/development/design.md."""
     line = next(line for line in design.splitlines() if line.startswith("`cli`, "))
     groups = line.rstrip(".").split(" > ")
     return {name: len(groups) - n for n, group in enumerate(groups) for name in re.findall(r"`(\w+)`", group)}
 
 
-LEVELS = levels((ROOT / "docs" / "design.md").read_text())
+LEVELS = levels((ROOT / "docs" / "development" / "design.md").read_text())
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
@@ -129,7 +129,9 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
         if other in (own, "__version__"):
             continue
         if other not in LEVELS:
-            found.append(f"{module}:{line} imports {other}, which has no place in the order of docs/design.md")
+            found.append(
+                f"{module}:{line} imports {other}, which has no place in the order of docs/development/design.md"
+            )
         elif LEVELS[other] >= LEVELS[own]:
             found.append(f"{module}:{line} imports {other}, which is not below {own}")
     return found
@@ -137,7 +139,7 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
 
 def test_imports_point_downward() -> None:
     tops = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES} - {"__init__", "__main__"}
-    assert tops <= set(LEVELS), "docs/design.md has the order of the folders: name the new one there"
+    assert tops <= set(LEVELS), "docs/development/design.md has the order of the folders: name the new one there"
     found = [
         line
         for module, path in MODULES.items()

@@ -26,7 +26,7 @@ from ddnn.recipe.schema import Recipe
 from ddnn.runs import rows
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -44,6 +44,15 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in slugs, f"{page.name} links to {target}"
 
 
+def test_mentioned_pages_exist() -> None:
+    """Pages that code, texts, recipes and tests name by their path from the root of the project."""
+    names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    for name in names:
+        if name.endswith((".py", ".j2", ".yaml", ".md", ".sh", "Makefile", "Dockerfile")):
+            for page in re.findall(r"(?<![\w/.-])docs/[\w/-]+\.md", (ROOT / name).read_text()):
+                assert (ROOT / page).exists(), f"{name} mentions {page}"
+
+
 def sentences(text: str) -> Iterator[str]:
     """Those of the prose of a page, as readers see it: without code blocks and the targets of links."""
     text = re.sub(r"^(```|~~~).*?^\1", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
@@ -52,7 +61,10 @@ def sentences(text: str) -> Iterator[str]:
         yield from re.split(r"(?<=[.!?:;])\s+(?=[A-Z*`\[(])", visible)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+WRITTEN = [page for page in PAGES if page.parent.name != "results"]  # those are generated
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_are_short_and_idiomatic(page: Path) -> None:
     for sentence in sentences(page.read_text()):
         words = re.findall(r"[A-Za-z]\w*|\d[\d.,]*", sentence)
@@ -67,7 +79,7 @@ def concrete(kind: type[rows.MetricsRow]) -> list[type[rows.MetricsRow]]:
 
 
 def test_every_key_of_metrics_is_explained() -> None:
-    text = (ROOT / "docs/metrics.md").read_text()
+    text = (ROOT / "docs/reference/metrics.md").read_text()
     parts = dict(
         zip(
             re.findall(r"^## (.*)$", text, re.MULTILINE),
@@ -86,7 +98,7 @@ def test_every_key_of_metrics_is_explained() -> None:
         assert set(chain(*(re.findall(r"`(\w+)`", row) for row in explained))) == expected, name
 
 
-@pytest.mark.parametrize("name", ["kaldi", "troubleshooting", "glossary"])
+@pytest.mark.parametrize("name", ["reference/kaldi", "how-to/troubleshooting", "reference/glossary"])
 def test_keys_and_options_exist(name: str) -> None:
     text = (ROOT / f"docs/{name}.md").read_text()
     known, tops = {*keys(), *sections()}, {key.partition(".")[0] for key in keys() if "." in key}
@@ -120,13 +132,15 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     trees = [ast.parse(path.read_text()) for path in (ROOT / "ddnn").rglob("*.py")]
     texts = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     code = "\n".join(text for text in texts if isinstance(text, str))
-    for row in re.findall(r'^\| (?!Kaldi)[^|]*".*', (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE):
+    for row in re.findall(
+        r'^\| (?!Kaldi)[^|]*".*', (ROOT / "docs/how-to/troubleshooting.md").read_text(), re.MULTILINE
+    ):
         for part in chain(*(quoted.split("...") for quoted in re.findall(r'"(.*?)"', cells(row)[0]))):
             assert part.strip() in code, f"no message of ddnn has {part!r}"
 
 
 def test_figures_of_the_benchmarks_are_those_of_the_data() -> None:
-    page, readme = ((ROOT / name).read_text() for name in ("docs/benchmarks.md", "README.md"))
+    page, readme = ((ROOT / name).read_text() for name in ("docs/explanation/benchmarks.md", "README.md"))
     rounds = {row["name"]: row["frames_per_second"] for row in json.loads(FIGURES.read_text())["rows"]}
     medians = {name: statistics.median(speeds) for name, speeds in rounds.items()}
 
@@ -187,14 +201,14 @@ def test_results_on_an4_are_the_means_of_their_seeds() -> None:
             assert f"{accuracy:.1f} %, {wer:.1f} %" in line
 
 
-@pytest.mark.parametrize("name", ["docs/first-training.md", "README.md"])
+@pytest.mark.parametrize("name", ["docs/tutorials/first-training.md", "README.md"])
 def test_first_commands_run_on_a_synthetic_corpus(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Callable[..., Any]
 ) -> None:
-    """The tree and the recipe are those of docs/first-training.md, smaller."""
+    """The tree and the recipe are those of docs/tutorials/first-training.md, smaller."""
     pytest.importorskip("kaldi_decoder")
     monkeypatch.chdir(tmp_path)
-    first, page = ((ROOT / path).read_text() for path in ("docs/first-training.md", name))
+    first, page = ((ROOT / path).read_text() for path in ("docs/tutorials/first-training.md", name))
     synth, links = re.search(r"^(ddnn synth .*)\n((?:mkdir|ln) (?:.*\n)+?)```", first, re.MULTILINE).groups()
     assert run_cli(*shlex.split(synth)[1:], "--hours", "0.02", "--speakers", "6", "--pdfs", "120").exit_code == 0
     subprocess.run(["bash", "-ec", links], check=True)

@@ -1,4 +1,4 @@
-"""The exit codes of docs/run-dir.md, each seen; also where the standard streams are full, closed or not read."""
+"""The exit codes of docs/reference/run-dir.md, each seen; also where the standard streams are full, closed or not read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from training.deaths import DEATHS
 from ddnn.distributed.signals import EXIT_CODES
 from ddnn.training.model_evaluation import evaluate_run
 
-TABLE = Path(__file__).parents[1] / "docs" / "run-dir.md"
+TABLE = Path(__file__).parents[1] / "docs" / "reference" / "run-dir.md"
 SECONDS = 300.0  # a guard against hangs
 NONE = "<&- >&- 2>&-"
 SHOWING = (
@@ -143,7 +143,7 @@ def test_a_training_needs_no_standard_stream(job: Job, tmp_path: Path, redirect:
 
 
 def format_problems() -> dict[int, str]:
-    """Exit code -> meaning, of docs/run-dir.md."""
+    """Exit code -> meaning, of docs/reference/run-dir.md."""
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", TABLE.read_text(), re.MULTILINE)
     assert len({code for code, _ in rows}) == len(rows)
     return {int(code): meaning for code, meaning in rows}
@@ -164,7 +164,7 @@ def stopped(job: Job, run: Path, number: signal.Signals, *words: object) -> int:
 
 
 def seen(job: Job, folder: Path) -> dict[int, int]:
-    """Code of docs/run-dir.md -> the one of a command that should end with it."""
+    """Code of docs/reference/run-dir.md -> the one of a command that should end with it."""
     need_mpi()
     shutil.copy(deaths_module.__file__, folder / "sitecustomize.py")
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])

@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, run as they stand there."""
+"""The examples of docs/development/extending.md, run as they stand there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ddnn.recipe.load import load_recipe
 from ddnn.training import options
 from ddnn.training.network_layers import network_layers
 
-PAGE = (Path(__file__).parents[1] / "docs/extending.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs/development/extending.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

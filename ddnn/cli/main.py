@@ -1,4 +1,4 @@
-"""The `ddnn` command: its subcommands, and which exit code an error has. docs/run-dir.md has the table of all exit codes; a
+"""The `ddnn` command: its subcommands, and which exit code an error has. docs/reference/run-dir.md has the table of all exit codes; a
 test walks through it."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _OrderedGroup(click.Group):
       ddnn decode-prep exp/demo --data demo/corpus/test --out exp/demo/decode
 
     \b
-    Each command has --help. Recipes: docs/recipe.md. Completion: ddnn completion --help.""",
+    Each command has --help. Recipes: docs/reference/recipe.md. Completion: ddnn completion --help.""",
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:

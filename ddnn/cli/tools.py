@@ -221,7 +221,9 @@ def report(
       ddnn scale --measured exp/one,exp/two --workers 1,2,4,8
       ddnn scale --measured k20-switchboard.yaml --fit 1,2,4 --out scaling"""
 )
-@option("--measured", required=True, help="Run dirs, or YAML files of times (docs/scaling.md), with commas between.")
+@option(
+    "--measured", required=True, help="Run dirs, or YAML files of times (docs/how-to/scaling.md), with commas between."
+)
 @option("--workers", default="1,2,4,8,16,32,64,128,256,512,1024", callback=parse_sizes,
         help="Numbers of workers to predict.")  # fmt: skip
 @option("--layouts", help="Workers that share a model: replicas x columns x stages, as 1x2x1,2x2x1.")

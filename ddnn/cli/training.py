@@ -213,7 +213,11 @@ def evaluate(json_: bool, **options: Any) -> None:
         help="What priors are made of: counts of the training alignment, or the network's posteriors on the training data, "
              "as after sequence training.  [default: class-counts]")  # fmt: skip
 @option("--jobs", "--nj", type=IntRange(min=1), default=1, help="CPU processes that compute, a thread each.")
-@option("--compress", is_flag=True, help="Write Kaldi's compressed matrices, which lose precision (docs/kaldi.md).")
+@option(
+    "--compress",
+    is_flag=True,
+    help="Write Kaldi's compressed matrices, which lose precision (docs/reference/kaldi.md).",
+)
 @option("--compression-method", "method", type=Choice(["1", "2", "3", "5"]),
         help="With --compress: the method, as in Kaldi's copy-feats.  [default: 1]")  # fmt: skip
 @transforms_option

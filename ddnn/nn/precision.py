@@ -98,7 +98,7 @@ def allow_tf32(allow: bool, device: torch.device) -> None:
 def bf16_is_fast(device: torch.device, cpu: Processor | None = None) -> tuple[bool, str]:
     """Whether this worker's hardware multiplies bf16 faster than float32, and by which fact. Nothing is timed: the same
     hardware gives the same answer at every start, however busy it is. With AVX512-BF16, AMD's processors train twice as
-    fast (docs/benchmarks.md), an Intel one whose AMX was masked at 0.65 times the speed of float32."""
+    fast (docs/explanation/benchmarks.md), an Intel one whose AMX was masked at 0.65 times the speed of float32."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         fast = (major, minor) >= BF16_CAPABILITY

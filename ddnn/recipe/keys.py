@@ -1,5 +1,5 @@
 """The keys of a recipe, by their dotted names, as read from the schema: what each expects, its default, its meaning;
-what the writer of an unknown one may have meant. `python -m ddnn.recipe.keys > docs/recipe.md` writes their reference."""
+what the writer of an unknown one may have meant. `python -m ddnn.recipe.keys > docs/reference/recipe.md` writes their reference."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def suggest_mapping(name: str, value: Any, source: str) -> str:
 
 
 def recipe_reference() -> str:
-    """The text of docs/recipe.md: how a recipe is read, an example, all keys."""
+    """The text of docs/reference/recipe.md: how a recipe is read, an example, all keys."""
     template = environment().get_template("recipe.md.j2")
     fragments = shipped_fragments()
     layers = {kind: (_unwrapped(section.__doc__ or ""), layer_keys()[kind]) for kind, section in LAYERS.items()}

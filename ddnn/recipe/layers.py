@@ -251,7 +251,7 @@ class StoredLayerConfig(LayerConfig):
     trained: ClassVar[bool] = True
 
     config: Annotated[dict[str, Any], AfterValidator(to_jsonable_python)]
-    """`kind` and the fields of its class: docs/extending.md."""
+    """`kind` and the fields of its class: docs/development/extending.md."""
 
     def as_yaml(self) -> dict[str, Any]:
         return {self.name: self.config, **({"repeat": self.repeat} if self.repeat > 1 else {})}

@@ -1,4 +1,4 @@
-"""The recipe: every key, its type, default, unit and meaning. `docs/recipe.md` is generated from this file."""
+"""The recipe: every key, its type, default, unit and meaning. `docs/reference/recipe.md` is generated from this file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DataConfig(Section):
 
     train: Paths
     """Kaldi data dir: `feats.scp`, `utt2spk` and, optionally, `cmvn.scp`. Or a list of data dirs, which are trained on
-    together: docs/input.md."""
+    together: docs/how-to/input.md."""
     alignments: Paths
     """Kaldi alignment dir (`ali.*.gz` of transition-ids and `final.mdl`), or one archive of pdf-ids (`.ark`, `.txt`,
     `.gz`). If `data.train` is a list, give one for each data dir, in the same order; all must use the same tree."""
@@ -77,7 +77,7 @@ class DataConfig(Section):
     transforms: Paths | None = None
     """A Kaldi dir (`exp/tri4_ali`) whose transforms are applied to raw features after CMVN: `final.mat` (LDA+MLLT) to
     frames spliced by its `splice_opts`, or deltas by its `delta_opts` if there is no `final.mat`; then `trans.*`
-    (fMLLR) of speakers or utterances, if there are any. See docs/input.md. If `data.train` is a list, give one dir with
+    (fMLLR) of speakers or utterances, if there are any. See docs/how-to/input.md. If `data.train` is a list, give one dir with
     the transforms of all speakers, or one for each data dir, all of one system."""
     normalize: bool = True
     """Shift and scale each spliced dimension to zero mean and unit variance over the training set."""
@@ -88,7 +88,7 @@ class DataConfig(Section):
     with `cpu`, they are kept in host memory, and minibatches are prefetched. The log reports where they are."""
     cache_dir: Path | None = None
     """Directory of cached features, created if it does not exist: the next run on the same data maps a file in
-    seconds. docs/input.md lists what the file depends on. Default: no cache."""
+    seconds. docs/how-to/input.md lists what the file depends on. Default: no cache."""
     loader_processes: Count | None = None
     """Processes of each worker that read the features, if these take gigabytes. Default: the usable cores, up to 8,
     divided among the workers of a host."""
@@ -158,7 +158,7 @@ class TrainedModelConfig(Section):
 
 class SequenceConfig(Section):
     """The mapping that `criterion` takes: a criterion over whole utterances and their lattices, for a network that was
-    trained by cross-entropy (`init.model`): docs/sequence.md. `data.alignments` is then an alignment dir made with this
+    trained by cross-entropy (`init.model`): docs/how-to/sequence.md. `data.alignments` is then an alignment dir made with this
     network (`ddnn align`), and the defaults are those of Kaldi's `steps/nnet/train_mpe.sh` and `train_mmi.sh`."""
 
     name: Literal["smbr", "mpfe", "mmi"]
@@ -359,7 +359,7 @@ class PretrainConfig(Section):
     below: Path | None = None
     """If `model.layers` has convolutions: run dir of a network that was trained with the same ones. RBMs are trained for
     the affine layers at the end of `model.layers`, on the outputs of that network's layers below them, which are then
-    fine-tuned together with them: docs/layers.md."""
+    fine-tuned together with them: docs/reference/layers.md."""
     epochs: Annotated[list[Count], Field(min_length=1)] | None = None
     """Epochs for each RBM, lowest first; the last number applies to all remaining RBMs."""
     hours: Positive = 100.0
@@ -390,12 +390,12 @@ class WorkersConfig(Section):
     columns: Count | Literal["auto"] = 1
     """Number of workers that share one network: each holds an equal part of the outputs or filters of every layer. They train
     on the same minibatches, and compute what one worker would, up to rounding. `workers` must be a multiple of it; models are
-    averaged among `workers` / `columns` of these replicas: docs/parallel.md. `auto` (CPUs, networks of affine layers): the
+    averaged among `workers` / `columns` of these replicas: docs/how-to/parallel.md. `auto` (CPUs, networks of affine layers): the
     number predicted to be fastest, from products and messages timed at the start. recipe.yaml in the run dir records it."""
     stages: Count | Literal["auto"] = 1
     """Number of workers that share one network as a pipeline: each holds consecutive layers, and a minibatch goes through
     them in microbatches. They compute what one worker would, up to rounding. `workers` must be a multiple of `columns` x
-    `stages`; the layers of a stage may be split over columns, too: docs/parallel.md. Only on CPUs and without dropout.
+    `stages`; the layers of a stage may be split over columns, too: docs/how-to/parallel.md. Only on CPUs and without dropout.
     `auto`: as for `columns`; it also chooses the number of microbatches if that is not given."""
     microbatches: Count | None = None
     """Microbatches of a minibatch in a pipeline. Default: as many as possible with 64 frames each, but at most 4 for each
@@ -455,7 +455,7 @@ class WorkersConfig(Section):
 
 
 class AveragingConfig(WorkersConfig):
-    """Workers and the averaging of their parameters: docs/parallel.md. With one worker only `workers` and
+    """Workers and the averaging of their parameters: docs/how-to/parallel.md. With one worker only `workers` and
     `cpu_threads` are used."""
 
     strategy: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce"] = "all-reduce"
@@ -483,7 +483,7 @@ class BmufConfig(WorkersConfig):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints, written after each epoch and within it, for --resume and restarts: docs/reliability.md."""
+    """Checkpoints, written after each epoch and within it, for --resume and restarts: docs/explanation/reliability.md."""
 
     interval_minutes: Positive = 2.0
     """Minutes between two checkpoints within an epoch, which are written at the next averaging step."""
@@ -537,13 +537,13 @@ class Recipe(Section):
         Annotated[Count, VALUE] | Annotated[GrowingMinibatchConfig, MAPPING], VALUE_OR_MAPPING
     ] = 256
     """Frames in a minibatch. The frames that remain at the end of an epoch are dropped, as in Kaldi. A mapping makes it
-    grow from epoch to epoch: docs/algorithms.md."""
+    grow from epoch to epoch: docs/explanation/algorithms.md."""
     minibatch_scope: Literal["worker", "total"] = "worker"
     """`worker`: each worker uses minibatches of `minibatch_size` frames. `total`: the workers share one minibatch, so each
-    gets `minibatch_size` / `parallel.workers` frames (times `parallel.columns`): docs/parallel.md."""
+    gets `minibatch_size` / `parallel.workers` frames (times `parallel.columns`): docs/how-to/parallel.md."""
     randomizer_size: Count | None = None
     """Size of the shuffle buffer in frames, as in nnet-train-frmshuff (which uses 32768); utterances come in the same order
-    in every epoch. Default: shuffle all frames of the corpus. See docs/algorithms.md."""
+    in every epoch. Default: shuffle all frames of the corpus. See docs/explanation/algorithms.md."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Type of the factors of matrix products in training. With `bf16`, parameters, their updates, losses, the state of
     NG-SGD and pretraining remain float32; cross-validation is in bf16 too, except for the output layer. `auto`: bf16

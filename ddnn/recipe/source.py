@@ -109,7 +109,11 @@ def similar_file(path: Path) -> str:
     """The hint where there is no such recipe: the file of its folder that has the most similar name."""
     names = [file.name for pattern in ("*.yaml", "*.yml") for file in path.parent.glob(pattern)]
     near = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.parent / near[0]}?" if near else "name a recipe, a YAML file as in docs/recipe.md"
+    return (
+        f"did you mean {path.parent / near[0]}?"
+        if near
+        else "name a recipe, a YAML file as in docs/reference/recipe.md"
+    )
 
 
 def find_path(text: str, folder: Path, must_exist: bool) -> Path | str:

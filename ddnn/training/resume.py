@@ -1,6 +1,6 @@
 """What a training resumes from: the newest checkpoint of its run dir, checked against recipe and data. On as many
 workers as wrote it, it is the training to the same bits. On another number training resumes from the mean of the
-workers' models: `LoadedCheckpoint.bitwise` says which of the two, and docs/reliability.md what is not exact then."""
+workers' models: `LoadedCheckpoint.bitwise` says which of the two, and docs/explanation/reliability.md what is not exact then."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ class Trainer:
                 f"no epoch was better in cross-validation than the initial network ({self.initial.loss:.6g}), which is "
                 "kept unchanged: change schedule.initial_learning_rate, to a lower one unless the loss hardly moved; or, if "
                 "the network was trained on utterances that are now for cross-validation, hold out others "
-                "(docs/finetuning.md)"
+                "(docs/how-to/finetuning.md)"
             )
         elif not self.improved:
             message = (

@@ -230,7 +230,7 @@ def test_a_key_that_was_removed_is_accepted_without_effect(tmp_path: Path) -> No
 
 
 def test_every_kind_has_its_keys_in_the_reference() -> None:
-    text = Path("docs/recipe.md").read_text()
+    text = Path("docs/reference/recipe.md").read_text()
     for kind, section in LAYERS.items():
         part = text.partition(f"\n### `{kind}`\n")[2].partition("\n### ")[0]
         rows = [line.split("`")[1] for line in part.split("\n") if line.startswith("| `")]

@@ -1,4 +1,4 @@
-"""docs/recipe.md is what the schema says."""
+"""docs/reference/recipe.md is what the schema says."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ddnn.recipe.keys import keys, recipe_reference, sections
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "recipe.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "recipe.md"
 
 
 def test_document_is_up_to_date() -> None:
-    assert DOCUMENT.read_text() == recipe_reference(), "run: python -m ddnn.recipe.keys > docs/recipe.md"
+    assert DOCUMENT.read_text() == recipe_reference(), "run: python -m ddnn.recipe.keys > docs/reference/recipe.md"
 
 
 def test_every_key_of_the_schema_is_there_with_a_meaning() -> None:
@@ -42,7 +42,7 @@ def test_example_is_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_shipped_recipes(an4: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    root = DOCUMENT.parents[1]
+    root = DOCUMENT.parents[2]
     monkeypatch.chdir(root)
     recipe = load_recipe(Path("recipes/an4/sgd-random.yaml"))
     assert recipe.data.cv.speakers == an4 / "cv_speakers.txt"
