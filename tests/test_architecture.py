@@ -22,7 +22,7 @@ TOKENS = {
     "top": 3_350,
     "averaging": 6_200,
     "bench": 4_950,
-    "cli": 6_150,
+    "cli": 6_450,
     "data": 16_150,
     "decoding": 17_540,
     "distributed": 13_450,
