@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,10 +20,14 @@ import yaml
 from ddnn import __version__, cli
 from ddnn.util.errors import UserError
 
-COMMANDS = [
-    "train", "pretrain", "evaluate", "decode-prep", "align", "graph", "denlats", "score", "compare-wer", "export", "import-nnet1", "info", "status", "synth",
-    "bench", "reproduce", "report", "scale", "completion",
-]  # fmt: skip
+STAGES = {
+    "Data": ["synth", "info"],
+    "Training": ["train", "pretrain", "status"],
+    "Decoding and scoring": ["evaluate", "decode-prep", "score", "align", "graph", "denlats", "export", "import-nnet1"],
+    "Comparing": ["compare-wer", "report", "scale", "reproduce"],
+    "Tools": ["bench", "completion"],
+}
+COMMANDS = [command for commands in STAGES.values() for command in commands]
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -97,18 +102,30 @@ def shell(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ddnn.cli", *arguments], capture_output=True, text=True, **options)
 
 
-def test_help_names_every_command() -> None:
-    done = shell("--help")
+def below(heading: str, text: str) -> str:
+    """The lines of a help below a heading, up to the next empty one."""
+    return text.partition(f"\n{heading}:\n")[2].partition("\n\n")[0]
+
+
+def test_help_names_every_command_by_its_stage() -> None:
+    done = shell("--help", env={**os.environ, "COLUMNS": "80"})
     assert done.returncode == 0
-    lines = done.stdout.splitlines()
-    listed = [
-        line.split()[0] for line in lines[lines.index("Commands:") + 1 : lines.index("", lines.index("Commands:"))]
-    ]
-    assert listed == COMMANDS
-    assert "..." not in "".join(
-        line for line in lines if line[:4].strip() == "" and line.split()[:1] in [[c] for c in COMMANDS]
-    )
+    for stage, commands in STAGES.items():
+        lines = below(stage, done.stdout).splitlines()
+        assert [line.split()[0] for line in lines if line[2] != " "] == commands
+        assert {line[14:16] for line in lines} == {"  "} and {line[16] == " " for line in lines} == {False}, "aligned"
+        assert "..." not in "".join(lines)
     assert "Examples:" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "pretrain", "reproduce"])
+def test_options_of_slurm_have_a_heading_of_their_own(run: Run, command: str) -> None:
+    out = run(command, "--help")[1]
+    options, slurm = below("Options", out), below("Slurm", out)
+    assert "--device" in options and "  --help" not in slurm and "Slurm:" not in options + slurm
+    for name in ("slurm", "cluster", "nodes", "sbatch-option", "job-name"):
+        assert f"  --{name} " in slurm and f"  --{name} " not in options
+    assert "  Number of nodes of a job." in slurm and "\n  RECIPE\n" not in out, "arguments have no text"
 
 
 def test_help_does_not_import_heavy_packages() -> None:
@@ -123,6 +140,7 @@ def test_each_command_has_help(run: Run, command: str) -> None:
     code, out, err = run(command, "-h")
     assert (code, err) == (0, "")
     assert out.startswith(f"Usage: ddnn {command} ")
+    assert f"  ddnn {command} " in re.split("Examples?:", out)[1]
 
 
 def test_version(run: Run) -> None:

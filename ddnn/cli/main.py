@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from contextlib import nullcontext
+from itertools import chain
 
 import click
 
@@ -18,15 +19,21 @@ from ddnn.util.process import open_missing_streams
 from ddnn.util.text import escaped_output, log_to_stderr
 
 
-class _OrderedGroup(click.Group):
-    """Lists the commands in the order in which one uses them."""
+class _StagedGroup(click.Group):
+    """Lists the commands by the stage of the work that they are for, and in the order in which one uses them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for stage, commands in STAGES.items():
+            with formatter.section(stage):
+                formatter.write_dl([(f"{c.name:{width}}", c.get_short_help_str(limit=200)) for c in commands])
+
 
 @click.group(
-    cls=_OrderedGroup,
+    cls=_StagedGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
     epilog="""\b
     Examples:
@@ -43,11 +50,7 @@ def cli() -> None:
     """Train hybrid DNN-HMM acoustic models on Kaldi features and alignments."""
 
 
-for command in (*training.COMMANDS, *tools.COMMANDS):
-    cli.add_command(command)
-
-
-@cli.command(
+@click.command(
     epilog="""\b
     Examples:
       echo 'eval "$(ddnn completion bash)"' >> ~/.bashrc
@@ -61,6 +64,21 @@ def completion(shell: str) -> None:
     completion_class = get_completion_class(shell)
     assert completion_class is not None
     click.echo(completion_class(cli, {}, "ddnn", "_DDNN_COMPLETE").source())
+
+
+STAGES = {
+    "Data": (tools.synth, tools.info),
+    "Training": (training.train, training.pretrain, tools.status),
+    "Decoding and scoring": (
+        training.evaluate, training.decode_prep, training.score, training.align, training.graph, training.denlats,
+        training.export, training.import_nnet1,
+    ),
+    "Comparing": (training.compare_wer, tools.report, tools.scale, tools.reproduce),
+    "Tools": (tools.bench, completion),
+}  # fmt: skip
+"""All commands, by the heading that they have in the help."""
+for command in chain(*STAGES.values()):
+    cli.add_command(command)
 
 
 def main() -> None:

@@ -67,12 +67,27 @@ def _show_less_or_more(context: click.Context, given: click.Parameter, value: bo
         set_terminal_level({"quiet": "WARNING", "verbose": "DEBUG"}[given.name or ""])
 
 
+class CommandWithSlurm(click.Command):
+    """Its help lists the options whose text begins with "Slurm: " below a heading of their own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Slurm": []}
+        for parameter in self.get_params(ctx):
+            names, described = parameter.get_help_record(ctx) or ("", "")
+            text = described.removeprefix("Slurm: ")
+            if text:  # arguments have none
+                sections["Options" if text == described else "Slurm"].append((names, text[0].upper() + text[1:]))
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
 def slurm_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options for Slurm; the command gets them as `slurm`: a SlurmOptions, or None without --slurm. When it
     runs, UserError: one of the others is given without --slurm."""
 
     @options(
-        option("--slurm", is_flag=True, help="Submit a Slurm job; with --dry-run, print its script."),
+        option("--slurm", is_flag=True, help="Slurm: submit a job; with --dry-run, print its script."),
         option("--cluster", metavar="NAME|FILE", help="Slurm: settings of the cluster, see docs/how-to/slurm.md."),
         option("--nodes", type=int, help="Slurm: number of nodes of a job."),
         option("--gpus-per-node", type=int, help="Slurm: GPUs on each node, one worker on each; 0: CPU."),

@@ -11,6 +11,7 @@ from click import Choice, IntRange, argument, command, echo, option
 from ddnn.cli.options import (
     DEVICES,
     PATH,
+    CommandWithSlurm,
     device_option,
     json_option,
     parse_sizes,
@@ -22,7 +23,7 @@ from ddnn.util.errors import UserError
 from ddnn.util.text import printable
 
 
-@command()
+@command(epilog="\b\nExample:\n  ddnn info data/train exp/tri4_ali exp/dnn")
 @argument("paths", type=PATH, nargs=-1, required=True)
 @json_option
 def info(paths: tuple[Path, ...], json_: bool) -> None:
@@ -90,7 +91,12 @@ def synth(out_dir: Path, **options: Any) -> None:
     )
 
 
-@command()
+@command(
+    epilog="""\b
+    Examples:
+      ddnn bench --minibatch-size 64,256,1024 --plain
+      ddnn bench --workers 2 --strategy butterfly --overlap"""
+)
 @option("--network", "networks", type=Choice(["an4", "swbd", "cnn"]), multiple=True, default=("an4",),
         help="What to measure; repeatable.")  # fmt: skip
 @option("--device", type=DEVICES, default="cpu", help="Where to compute.")
@@ -138,12 +144,13 @@ def bench(
 
 
 @command(
+    cls=CommandWithSlurm,
     epilog="""\b
     Examples:
       ddnn reproduce table6 --corpus an4 --workers 1 --seeds 1 --dry-run
       ddnn reproduce table6 --corpus an4
       ddnn reproduce table6 --corpus an4 --report-only --records docs/results/an4/records --report exp/t6
-      cd egs/swbd/s5c && ddnn reproduce table1 --corpus swbd --slurm --cluster gpu"""
+      cd egs/swbd/s5c && ddnn reproduce table1 --corpus swbd --slurm --cluster gpu""",
 )
 @argument("tables", nargs=-1, required=True)
 @option("--corpus", default="an4",
@@ -245,6 +252,3 @@ def scale(measured: str, out: Path | None, json_: bool, **options: Any) -> None:
 
     paths = [Path(part) for part in measured.split(",")]
     print_result(scale_command.scale(paths, scale_command.ScaleOptions(**options), out), json_)
-
-
-COMMANDS = (info, status, synth, bench, reproduce, report, scale)

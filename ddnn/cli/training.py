@@ -13,6 +13,7 @@ from click import Choice, IntRange, argument, command, echo, option
 
 from ddnn.cli.options import (
     PATH,
+    CommandWithSlurm,
     device_option,
     json_option,
     parse_numbers,
@@ -29,7 +30,7 @@ from ddnn.util.errors import UserError
 from ddnn.util.text import printable
 
 
-class _RecipeCommand(click.Command):
+class _RecipeCommand(CommandWithSlurm):
     """Where a key of the recipe is given as an option, says how it is set."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -169,7 +170,7 @@ def _start_seeds(seeds: Seeds, command: TrainingCommand, dry_run: bool, no_data:
             return
 
 
-@command()
+@command(epilog="\b\nExample:\n  ddnn evaluate exp/dnn --data data/test --alignments exp/tri4_ali_test --by speaker")
 @argument("run_dir", type=PATH)
 @option("--data", type=PATH, required=True, help="Kaldi data dir.")
 @option("--alignments", type=PATH, required=True, help="Its alignment dir, or an archive of pdf-ids.")
@@ -416,7 +417,7 @@ def denlats(
     print_result(make_lattices(**options, options=chosen), json_)
 
 
-@command()
+@command(epilog="\b\nExample:\n  ddnn export exp/dnn --out exp/dnn/nnet1")
 @argument("run_dir", type=PATH)
 @option("--format", type=Choice(["nnet1"]), default="nnet1", show_default=False, expose_value=False,
         help="Only nnet1 so far.")  # fmt: skip
@@ -432,7 +433,13 @@ def export(run_dir: Path, out: Path, text: bool) -> None:
     export_nnet1(run_dir, out, text=text)
 
 
-@command("import-nnet1")
+@command(
+    "import-nnet1",
+    epilog="""\b
+    Examples:
+      ddnn import-nnet1 exp/dnn5b_pretrain-dbn_dnn --out exp/imported
+      ddnn import-nnet1 final.nnet --feature-transform tr.nnet --pdf-counts counts --out exp/imported""",
+)
 @argument("nnet", type=PATH)
 @option("--feature-transform", type=PATH, help="nnet1 file of splice, shift and scale before the network.")
 @option("--pdf-counts", type=PATH, help="nnet1's ali_train_pdf.counts; decode-prep needs them.")
@@ -445,6 +452,3 @@ def import_nnet1(nnet: Path, feature_transform: Path | None, pdf_counts: Path | 
     from ddnn.decoding import prepare
 
     prepare.import_nnet1(nnet, feature_transform, out, pdf_counts)
-
-
-COMMANDS = (train, pretrain, evaluate, decode_prep, align, graph, denlats, score, compare_wer, export, import_nnet1)
