@@ -1,6 +1,12 @@
 """The documentation site: `make docs` writes it to docs/_build. Sources are the Markdown pages of the whole project."""
 
+from functools import partial
 from importlib.metadata import version as version_of
+
+from docutils.nodes import Element, SkipNode
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
 
 project = "ddnn"
 author = "the ddnn authors"
@@ -24,6 +30,19 @@ smartquotes = False  # --hours is not an en dash
 html_theme = "furo"
 html_title = f"ddnn {version}"
 html_show_sphinx = False
+html_math_renderer = "mathml"  # needs no script and no network
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 copybutton_exclude = ".linenos, .gp"
+
+
+def formula(translator: HTML5Translator, node: Element, as_block: bool) -> None:
+    """Browsers show MathML themselves; docutils makes it of the formula's LaTeX."""
+    translator.body.append(tex2mathml(node.astext(), as_block=as_block))
+    raise SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    app.add_html_math_renderer(
+        "mathml", (partial(formula, as_block=False), None), (partial(formula, as_block=True), None)
+    )

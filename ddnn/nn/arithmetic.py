@@ -1,7 +1,7 @@
 """What a network computes in: float32, bf16 by PyTorch, or bf16 with compiled kernels. One object, chosen once.
 
 Layers, losses and optimizers call the methods of the object that they are given and never ask which it is.
-docs/explanation/algorithms.md says what is in which precision, and why. In bf16 the layers multiply with a copy of the parameters,
+docs/explanation/precision.md says what is in which precision, and why. In bf16 the layers multiply with a copy of the parameters,
 which `ddnn.nn.network.Workspace` refreshes; on a GPU its output layer is wider than the network's, by outputs of zero
 weight that neither loss nor update sees. On a CPU `ddnn.nn.kernels` does the element-wise parts of bf16, where it is
 compiled: biases before a sigmoid are then added in float32 to the rounded product, and the update refreshes the copy.

@@ -537,13 +537,13 @@ class Recipe(Section):
         Annotated[Count, VALUE] | Annotated[GrowingMinibatchConfig, MAPPING], VALUE_OR_MAPPING
     ] = 256
     """Frames in a minibatch. The frames that remain at the end of an epoch are dropped, as in Kaldi. A mapping makes it
-    grow from epoch to epoch: docs/explanation/algorithms.md."""
+    grow from epoch to epoch: docs/how-to/learning-rate.md."""
     minibatch_scope: Literal["worker", "total"] = "worker"
     """`worker`: each worker uses minibatches of `minibatch_size` frames. `total`: the workers share one minibatch, so each
     gets `minibatch_size` / `parallel.workers` frames (times `parallel.columns`): docs/how-to/parallel.md."""
     randomizer_size: Count | None = None
     """Size of the shuffle buffer in frames, as in nnet-train-frmshuff (which uses 32768); utterances come in the same order
-    in every epoch. Default: shuffle all frames of the corpus. See docs/explanation/algorithms.md."""
+    in every epoch. Default: shuffle all frames of the corpus. See docs/explanation/differences-from-nnet1.md."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Type of the factors of matrix products in training. With `bf16`, parameters, their updates, losses, the state of
     NG-SGD and pretraining remain float32; cross-validation is in bf16 too, except for the output layer. `auto`: bf16

@@ -89,7 +89,7 @@ def test_mixing_matrices_keep_the_mean(name: str, n: int) -> None:
 
 @pytest.mark.parametrize("number", range(7))
 def test_mixing_matrices_are_those_of_the_paper(number: int) -> None:
-    """As algorithms.md writes them, by permutation matrices; the butterfly for 2^q workers."""
+    """By permutation matrices; the butterfly for 2^q workers."""
     for n in (2, 4, 8):
         swap = np.eye(n)[[rank ^ 2 ** (number % int(math.log2(n))) for rank in range(n)]]
         np.testing.assert_array_equal(mixing_matrix("butterfly", n, number), (np.eye(n) + swap) / 2)
