@@ -150,6 +150,16 @@ def test_commands_of_the_pages_are_accepted(page: Path, folder: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(
+    "page", sorted({*PAGES} - {ROOT / "CHANGELOG.md"}), ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_options_named_in_sentences_exist(page: Path) -> None:
+    for name, words in re.findall(r"`ddnn ([a-z0-9-]+)((?:\s[^`|]*)?)`", page.read_text()):
+        assert name in cli.commands, f"ddnn has no {name}"
+        known = {option for parameter in cli.commands[name].params for option in parameter.opts} | {"--help"}
+        assert set(re.findall(r"(?<=\s)--[a-z-]+", words)) <= known, f"ddnn {name}{words}"
+
+
 def test_commands_of_the_help_are_accepted(folder: Path) -> None:
     Path("recipe.yaml").write_text(DEFAULT)
     epilogs = "\n".join(command.epilog or "" for command in (cli, *cli.commands.values()))
@@ -165,7 +175,7 @@ def test_commands_of_the_help_are_accepted(folder: Path) -> None:
     [
         ("ddnn evaluate exp/dnn --data test", "Missing option '--alignments'"),
         ("ddnn bench --network vgg", "'vgg' is not one of"),
-        ("mpirun -n 4 ddnn train my.yaml --epoch 3", "No such option: --epoch"),
+        ("mpirun -n 4 ddnn train my.yaml --epoch 3", "No such option"),
         ("ddnn trian my.yaml", "ddnn has no trian"),
         ("twice ddnn train my.yaml", "what is twice"),
         ("ddnn train my.yaml --set schedule.nme=newbob", "schedule.nme"),
