@@ -6,6 +6,7 @@ Colors are legible on white and on dark pages; the background is transparent.
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -15,8 +16,10 @@ from distributed.threads import run_workers
 from ddnn.averaging.strategies import STRATEGIES, AveragingOptions
 from ddnn.distributed.communicator import Communicator
 
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs/images"
 BLUE, ORANGE, GRAY, TEXT = "#0072B2", "#D55E00", "#888888", "#7a7a7a"
+COLORS = {"SGD": BLUE, "SGD, 9 epochs or more": "#56B4E9", "NG-SGD": ORANGE, "Kaldi, SGD, one run": GRAY}
 WORKERS = 4
 CELL = 26
 
@@ -134,7 +137,42 @@ def strategies() -> str:
     return document(width - 80, height * len(shown), parts)
 
 
-PICTURES = {"pipeline.svg": pipeline, "strategies.svg": strategies}
+def dots(x: float, y: float, results: list[dict[str, str]], figure: str, low: float, high: float) -> list[str]:
+    """A column of dots with their standard deviations, a line for each result; from `low` to `high` in 220 pixels."""
+
+    def place(value: float) -> float:
+        return x + 220 * (value - low) / (high - low)
+
+    parts = []
+    for row, result in enumerate(results):
+        color, line = COLORS[result["by"]], y + 9 * row + 12 * (row // len(COLORS))
+        mean, deviation = float(result[figure]), float(result[figure + "_sd"] or 0)
+        ends = f"M{place(mean - deviation):.1f} {line}H{place(mean + deviation):.1f}"
+        parts.append(f'<path d="{ends}" stroke="{color}" stroke-width="2"/>')
+        parts.append(f'<circle cx="{place(mean):.1f}" cy="{line}" r="4" fill="{color}"/>')
+    bottom = y + 9 * len(results) + 12 * (len(results) // len(COLORS)) - 8
+    parts.append(f'<path d="M{x} {bottom}h220" stroke="{GRAY}"/>')
+    for tick in (low, (low + high) / 2, high):
+        parts.append(text(place(tick), bottom + 16, f"{tick:g}", 'text-anchor="middle" font-size="11"'))
+    return parts
+
+
+def fsdd() -> str:
+    """Means and standard deviations over seeds, of recipes/fsdd/results.csv."""
+    with (ROOT / "recipes/fsdd/results.csv").open() as file:
+        results = list(csv.DictReader(file))
+    parts, networks = [], list(dict.fromkeys(result["network"] for result in results))
+    for i, (name, color) in enumerate(COLORS.items()):
+        parts.append(f'<circle cx="{20 + 150 * i}" cy="14" r="4" fill="{color}"/>')
+        parts.append(text(30 + 150 * i, 18, name, 'font-size="12"'))
+    parts += [text(220, 46, "cross-validation loss"), text(490, 46, "test frame accuracy (%)")]
+    parts += [text(10, 78 + 48 * i, name, "") for i, name in enumerate(networks)]
+    parts += dots(110, 62, results, "cv_loss", 1.2, 1.8)
+    parts += dots(380, 62, results, "test_frame_accuracy", 70, 82)
+    return document(640, 316, parts)
+
+
+PICTURES = {"pipeline.svg": pipeline, "strategies.svg": strategies, "fsdd.svg": fsdd}
 
 if __name__ == "__main__":
     for file, draw in PICTURES.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import re
 import shlex
@@ -192,6 +193,20 @@ def test_results_on_an4_are_the_means_of_their_seeds() -> None:
             ]
             accuracy, wer = (float(row[i].split()[0]) for i in (7, 8))
             assert f"{accuracy:.1f} %, {wer:.1f} %" in line
+
+
+def test_results_on_fsdd_are_those_of_its_file() -> None:
+    """recipes/fsdd/README.md, which has two of the columns of results.csv."""
+    with (ROOT / "recipes/fsdd/results.csv").open() as file:
+        results = {(row["network"], row["by"]): row for row in csv.DictReader(file)}
+    text = (ROOT / "recipes/fsdd/README.md").read_text()
+    for figure, title in (("cv_loss", "Cross-validation loss,"), ("test_frame_accuracy", "Test frame accuracy,")):
+        head, _, *table = (cells(line) for line in text.partition(title)[2].splitlines()[2:9])
+        assert len(table) * (len(head) - 1) == len(results)
+        for network, *values in table:
+            for by, value in zip(head[1:], values, strict=True):
+                row = results[network.strip("`"), by]
+                assert value.rstrip(" %") == " ± ".join(filter(None, [row[figure], row[f"{figure}_sd"]])), (network, by)
 
 
 @pytest.mark.parametrize("name", ["docs/tutorials/first-training.md", "README.md"])
