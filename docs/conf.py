@@ -24,7 +24,7 @@ include_patterns = [
     "tests/golden/README.md",
 ]
 exclude_patterns = ["docs/_build"]
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["alert", "colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 smartquotes = False  # --hours is not an en dash
 html_theme = "furo"

@@ -390,12 +390,12 @@ class WorkersConfig(Section):
     columns: Count | Literal["auto"] = 1
     """Number of workers that share one network: each holds an equal part of the outputs or filters of every layer. They train
     on the same minibatches, and compute what one worker would, up to rounding. `workers` must be a multiple of it; models are
-    averaged among `workers` / `columns` of these replicas: docs/how-to/parallel.md. `auto` (CPUs, networks of affine layers): the
+    averaged among `workers` / `columns` of these replicas: docs/how-to/model-parallel.md. `auto` (CPUs, networks of affine layers): the
     number predicted to be fastest, from products and messages timed at the start. recipe.yaml in the run dir records it."""
     stages: Count | Literal["auto"] = 1
     """Number of workers that share one network as a pipeline: each holds consecutive layers, and a minibatch goes through
     them in microbatches. They compute what one worker would, up to rounding. `workers` must be a multiple of `columns` x
-    `stages`; the layers of a stage may be split over columns, too: docs/how-to/parallel.md. Only on CPUs and without dropout.
+    `stages`; the layers of a stage may be split over columns, too: docs/how-to/model-parallel.md. Only on CPUs and without dropout.
     `auto`: as for `columns`; it also chooses the number of microbatches if that is not given."""
     microbatches: Count | None = None
     """Microbatches of a minibatch in a pipeline. Default: as many as possible with 64 frames each, but at most 4 for each
