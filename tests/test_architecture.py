@@ -32,7 +32,7 @@ TOKENS = {
     "nn": 31_750,
     "optim": 10_900,
     "recipe": 12_800,
-    "report": 16_800,
+    "report": 17_250,
     "reproduce": 16_050,
     "runs": 12_850,
     "slurm": 6_600,
