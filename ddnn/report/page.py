@@ -32,10 +32,7 @@ from ddnn.report.table import Report
 from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.text import environment
 
-_BEST_OF_CV = {
-    f"its CV {figure.label}{'' if figure.percent else ' per frame'}": min if figure.better == "lower" else max
-    for figure in FIGURES.values()
-}
+_BEST_OF_CV = {f"CV {figure.label}": min if figure.better == "lower" else max for figure in FIGURES.values()}
 _BEST = {f": {WER}": min, ": loss per frame": min, ": frame accuracy (%)": max, "speed-up over one worker": max}
 """Which number of a column is the best, by the label or its end."""
 _NUMBER = re.compile(r"(-?[\d,]+(?:\.\d+)?(?:e[-+]?\d+)?)(?: %| \(.*\))?")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from ddnn.nn.figures import FIGURES
@@ -29,8 +32,9 @@ CONTRAST = (
 )  # fmt: skip
 """Keys of the recipe that are always shown (with the number of workers); others are shown if they differ."""
 MAX_DIFFERING = 12
-WIDTH = 100  # of a table
-RUNS_PER_TABLE = 4
+WIDTH = 100  # of a table, where neither a terminal nor COLUMNS says it
+RUNS_AS_ROWS = 4  # from so many runs on each has a row, fewer have a column each
+MAX_COLUMN_WIDTH = 30
 EPOCH_PARTS = ("train", "cv", "workers")
 _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")  # how what a spreadsheet computes begins
 
@@ -132,24 +136,48 @@ def report(
 
 
 def _tables(names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
-    """Tables with a column for each run; without rows in which nothing is known."""
-    console = Console(
-        file=(text := io.StringIO()), width=WIDTH, markup=False, emoji=False, highlight=False, color_system=None
-    )
-    for first in range(0, len(names), RUNS_PER_TABLE):
-        shown = columns[first : first + RUNS_PER_TABLE]
-        table = Table.grid(padding=(0, 0, 0, 2), pad_edge=False)
-        table.add_column(no_wrap=True)
-        for _ in shown:
-            table.add_column(justify="right", overflow="fold")
-        table.add_row("", *names[first : first + RUNS_PER_TABLE])
-        for label in shown[0]:
-            if any(column[label] != "-" for column in shown):
-                table.add_row(label, *(column[label] for column in shown))
-        if first:
-            console.print()
-        console.print(table)
-    return text.getvalue().rstrip()
+    """A table with a column for each run; of many runs what all have in common, and tables with a row for each. As wide
+    as the terminal, without figures that no run has."""
+    room = get_terminal_size((WIDTH, 1)).columns
+    figures = {label: [column[label] for column in columns] for label in columns[0]}
+    figures = {label: cells for label, cells in figures.items() if {*cells} != {"-"}}
+    if len(names) < RUNS_AS_ROWS:
+        return _table(["", *names], ([label, *cells] for label, cells in figures.items()), room)
+    common = {label: cells[0] for label, cells in figures.items() if len({*cells}) == 1}
+    blocks = [{"": _column_width(*names)}]  # the width of each column
+    for label, cells in figures.items():
+        width = _column_width(*cells, *label.split())
+        if label not in common:
+            if len(blocks[-1]) > 1 and sum(blocks[-1].values()) + 2 * len(blocks[-1]) + width > room:
+                blocks.append({"": blocks[-1][""]})
+            blocks[-1][label] = width
+    tables = [_table(["all runs", ""], common.items(), room, side="left")] if common else []
+    for block in blocks:
+        cells_of_runs = zip(names, *(figures[label] for label in block if label), strict=True)
+        tables.append(_table(list(block), cells_of_runs, room, block.values()))
+    return "\n\n".join(tables)
+
+
+def _column_width(*texts: str) -> int:
+    return min(max(map(cell_len, texts)), MAX_COLUMN_WIDTH)
+
+
+def _table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], room: int,
+    widths: Iterable[int | None] = repeat(None), side: JustifyMethod = "right",
+) -> str:  # fmt: skip
+    """Lines of at most `room` columns, broken between words. `side`: of the cells right of the first column."""
+    options: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "color_system": None}
+    console = Console(file=(text := io.StringIO()), width=room, **options)
+    table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
+    for label, width in zip(header, widths, strict=False):
+        justify: JustifyMethod = side if table.columns else "left"
+        whole = not label and width is None  # the labels beside columns of runs
+        table.add_column(label, justify=justify, overflow="fold", width=width, no_wrap=whole)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -185,7 +213,7 @@ def _setting(recipe: Recipe | None, key: str) -> Any:
 
 def _settings(recipes: Sequence[Recipe | None]) -> dict[str, list[Any]]:
     """Values of each recipe by dotted key: those of `CONTRAST`, then further keys in which the recipes that use them
-    differ, or that only some use and that are not at their default."""
+    differ, or that only some use and that are not at their default. What the log does changes no training."""
     settings = {key: [_setting(recipe, key) for recipe in recipes] for key in CONTRAST}
     for key, info in keys().items():
         values = [_setting(recipe, key) for recipe in recipes]
@@ -195,7 +223,7 @@ def _settings(recipes: Sequence[Recipe | None]) -> dict[str, list[Any]]:
             ["not set"],
         )
         differ = used and (only_some or any(value != used[0] for value in used))
-        if differ and key not in ("parallel.workers", "precision"):
+        if differ and key not in ("parallel.workers", "precision") and not key.startswith("log."):
             settings.setdefault(key, values)
     return settings
 

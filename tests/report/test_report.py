@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_runs import PARAMETERS, epoch_row, rows_of, start_row, worker_row, write_run
+from rich.cells import cell_len
 
 from ddnn.report import figures
 from ddnn.report.runs import incomparable, read_run, read_runs, summarize, training_seconds
@@ -252,7 +254,7 @@ def test_the_model_shown_is_the_one_that_was_trained(tmp_path: Path) -> None:
     found = report(runs, None)
     shown = {line[0]: line[1:] for line in (re.split(r"\s{2,}", text) for text in found.as_text().splitlines())}
     assert shown["final model: epoch"] == ["2", "2 (so far)"]
-    assert shown["its CV loss per frame"] == ["1.9000"] * 2 and shown["its CV frame accuracy"] == ["42.00 %"] * 2
+    assert shown["CV loss"] == ["1.9000"] * 2 and shown["CV frame accuracy"] == ["42.00 %"] * 2
     assert shown["lower CV loss, not kept"] == ["1.8000 (epoch 1)"] * 2
     run = found.as_dict()["runs"][0]
     assert (run["finished"], run["model_epoch"], run["model_cv_loss"]) == (True, 2, 1.9)
@@ -300,7 +302,7 @@ def test_the_learning_rate_is_the_applied_one_and_the_machine_is_shown(tmp_path:
     rows_shown = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in shown.splitlines()}
     assert rows_shown["last learning rate, applied"] == "0.016"
     facts = [rows_shown[key] for key in ("activation", "schedule", "seed", "precision", "date")]
-    assert facts == ["sigmoid", "newbob", "1", "float32", "2026-11-22T18:32"]
+    assert facts == ["sigmoid", "newbob", "1", "float32", "2026-11-22 18:32"]
     assert rows_shown["machine"] == "Intel(R) Xeon(R) 8481C"
 
 
@@ -329,7 +331,7 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
 
 
 def test_table(runs: list[Path]) -> None:
-    text = report(runs, None).as_text()
+    text = report([runs[0], *runs[2:]], None).as_text()
     rows = {line.split("  ")[0]: re.split(r"\s{2,}", line)[1:] for line in text.splitlines()}
     assert "\x1b" not in text
     assert "butterfly" in rows["strategy"][-1]
@@ -337,7 +339,7 @@ def test_table(runs: list[Path]) -> None:
     assert rows["speed-up over one worker"][-1] == "3.80" and rows["efficiency: speed-up/workers"][-1] == "95.0 %"
     assert (rows["compute time"][-1], rows["compute time, least"][-1]) == ("90.0 %", "87.0 % (rank 3)")
     assert (rows["waiting time"][-1], rows["waiting time, most"][-1]) == ("3.0 %", "6.0 % (rank 3)")
-    assert rows["its training loss per frame"][-1] == f"{epoch_row(3, 'train')['loss']:.4f}"
+    assert rows["training loss"][-1] == f"{epoch_row(3, 'train')['loss']:.4f}"
 
 
 def test_the_table_of_one_worker_has_no_rows_of_zeros(tmp_path: Path) -> None:
@@ -347,25 +349,70 @@ def test_the_table_of_one_worker_has_no_rows_of_zeros(tmp_path: Path) -> None:
     assert "compute time" in text
 
 
-def test_a_table_is_not_wider_than_a_hundred_columns(tmp_path: Path) -> None:
-    """Four runs side by side; long names and values go over several lines, and none is cut off."""
-    long = "a-name-that-is-longer-than-a-column-of-the-table"
+def test_a_table_is_as_wide_as_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long names and values of runs side by side go over several lines, broken between words, and none is cut off."""
+    long = "a-name-that-is-longer-than-the-cells"
     machine = {"machine": "a processor whose description is much longer than a column of the table may be"}
     runs = [
         write_run(tmp_path / name, rows_of(n, 2, start=machine), f"{{workers: {n}}}")
-        for n, name in enumerate((long, *"bcdefg"), 1)
+        for n, name in enumerate((long, *"bc"), 1)
     ]
-    text = report(runs, None).as_text()
-    first, second = text[: text.index("\nb: ")].split("\n\n")
-    lines = first.splitlines()
-    assert 90 < max(map(len, lines)) <= 100
-    values = [line.split()[1:] for line in text.splitlines() if line.startswith("workers")]
-    assert values == [list("1234"), list("567")]
-    header = " ".join(lines[: lines.index(next(line for line in lines if line.startswith("workers")))])
-    assert "".join(word for word in header.split() if word not in "bcd") == long
-    assert second.splitlines()[0].split() == ["e", "f", "g"]
-    for word in ("processor", "description", "column"):
-        assert first.split().count(word) == 4, word
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for columns in (100, 80, 120):
+        text = report(runs, None).as_text().partition("\nb: ")[0]
+        lines = text.splitlines()
+        assert columns - 10 < max(map(len, lines)) <= columns
+        assert ["workers", "1", "2", "3"] in [line.split() for line in lines]
+        header = " ".join(lines[: next(n for n, line in enumerate(lines) if line.startswith("workers"))])
+        assert "".join(word for word in header.split() if word not in "bc") == long
+        for word in ("processor", "description", "column"):
+            assert text.split().count(word) == 3, word
+        monkeypatch.setenv("COLUMNS", str({100: 80, 80: 120}.get(columns)))
+
+
+def test_from_four_runs_on_each_has_a_row(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all have in common is above; as many columns side by side as fit, with labels and values in whole words."""
+    found = report([*runs, runs[0]], None)
+    words = {word for label, cell in chain(*map(dict.items, found.columns)) for word in (*label.split(), *cell.split())}
+    for columns in (80, 160):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = found.as_text()[: found.as_text().index(": speed-up over")].rpartition("\n")[0]
+        assert max(map(cell_len, text.splitlines())) <= columns
+        common, *tables = text.split("\n\n")
+        assert common.splitlines()[0] == "all runs"
+        shared = dict(re.split(r"\s{2,}", line) for line in common.splitlines()[1:])
+        assert shared["optimizer"] == "sgd" and "workers" not in shared and "strategy" not in shared
+        names = [run.name for run in found.runs]
+        assert len(tables) > 1
+        for table in tables:
+            lines = [line.replace("四", "四~") for line in table.splitlines()]  # it takes two columns
+            assert [line[:18].rstrip() for line in lines[-5:]] == [name.replace("四", "四~") for name in names]
+            assert {word for line in lines for word in line[18:].split()} <= words
+        figures = " ".join(tables[0].split())
+        assert "older version 1 - - 1" in figures and "4 butterfly 20 7" in figures
+        shown = " ".join(" ".join(table.split()) for table in tables)
+        assert all(word in shown for word in ("95.0 %", "87.0 % (rank 3)", "speed-up/workers", "communication"))
+
+
+def test_runs_that_differ_in_nothing_are_named(runs: list[Path]) -> None:
+    lines = report(runs[:1] * 4, None).as_text().splitlines()
+    assert lines[-4:] == ["one", "one (2)", "one (3)", "one (4)"] and "CV loss" in "".join(lines)
+
+
+def test_what_the_log_does_is_no_difference(tmp_path: Path) -> None:
+    more = ("log: {tensorboard: true, interval_minutes: 1}\nminibatch_size: 512", "")
+    found = report(
+        [write_run(tmp_path / name, rows_of(1), "{}", text) for name, text in zip("ab", more, strict=True)], None
+    )
+    assert "minibatch_size" in found.settings and not any(key.startswith("log.") for key in found.settings)
+
+
+@pytest.mark.parametrize(("reason", "shown"), [("epochs-exhausted", "reached max_epochs"), ("converged", "converged")])
+def test_why_a_training_ended(tmp_path: Path, reason: str, shown: str) -> None:
+    """In words; files and scripts have the reason as metrics.jsonl has it."""
+    end = {"type": "end", "reason": reason, "detail": "4 epochs done", "loss": 1.0, "epoch": 4, "kept_epoch": 4}
+    found = report([write_run(tmp_path / "run", [*rows_of(1), end])], None)
+    assert found.columns[0]["ended"] == shown and found.as_dict()["runs"][0]["ended"] == reason
 
 
 def test_plots(runs: list[Path], tmp_path: Path) -> None:
