@@ -13,7 +13,7 @@ from torch import Tensor
 from ddnn.data.batches import Batch
 from ddnn.lattices.criteria import SequenceCriterion
 from ddnn.lattices.store import LatticeStore
-from ddnn.nn.figures import LOSS, RIGHT_FRAMES
+from ddnn.nn.figures import EXPECTED_ERROR, LOSS, RIGHT_FRAMES
 from ddnn.nn.network import Workspace
 from ddnn.nn.objective import Objective, Sums
 from ddnn.util.arrays import Int32Array
@@ -32,8 +32,8 @@ class Utterances:
 
 
 class SequenceObjective(Objective):
-    """A criterion over each utterance of a minibatch. The loss is minus its objective, of sMBR and MPFE the frames less it; the
-    second figure is `Value.reference`.
+    """A criterion over each utterance of a minibatch. Of MMI the loss is minus its objective, of sMBR
+    and MPFE the expected error is 1 less it; the second figure is `Value.reference`.
 
     Args:
         workspace: of the network.
@@ -42,11 +42,10 @@ class SequenceObjective(Objective):
         log_priors: float32 (pdfs,), which outputs are divided by to give likelihoods.
     """
 
-    figures = (LOSS, RIGHT_FRAMES)
-
     def __init__(
         self, workspace: Workspace, *, criterion: SequenceCriterion, utterances: Utterances, log_priors: Tensor
     ) -> None:
+        self.figures = LOSS if criterion.name == "mmi" else EXPECTED_ERROR, RIGHT_FRAMES
         self.criterion, self.utterances, self.log_priors = criterion, utterances, log_priors
 
     def __call__(self, outputs: Tensor, batch: Batch, derivative: Tensor) -> Sums:
@@ -59,7 +58,7 @@ class SequenceObjective(Objective):
             value = self.criterion(known.lattices[name], loglikes[rows], known.references[name])
             if np.isfinite(value.objective) and np.isfinite(value.derivative).all():
                 derivative[rows].copy_(torch.from_numpy(value.derivative))
-                losses += (0.0 if self.criterion.name == "mmi" else len(value.derivative)) - value.objective
+                losses += len(value.derivative) * (self.figures[0] is EXPECTED_ERROR) - value.objective
                 right += value.reference
                 self.updates = True
             else:

@@ -19,6 +19,13 @@ class Figure:
     label: str  # in texts
     better: Literal["lower", "higher"]
     percent: bool = False  # from 0 to 1, shown in percent
+    unit: str = ""
+
+    @property
+    def axis(self) -> str:
+        """What an axis shows: "loss per frame (nats)", "frame accuracy"."""
+        unit = f" ({self.unit})" if self.unit else ""
+        return self.label if self.percent else f"{self.label} per frame{unit}"
 
     def is_no_better(self, value: float, reached: float) -> bool:
         """Whether the value is equal or worse; false where one of the two is NaN."""
@@ -35,13 +42,15 @@ class Figure:
         return f"{self.label} {self.format(value)}"
 
 
-LOSS = Figure("loss", "loss", "lower")
+LOSS = Figure("loss", "loss", "lower", unit="nats")
 FRAME_ACCURACY = Figure("frame_accuracy", "frame accuracy", "higher", percent=True)
+EXPECTED_ERROR = Figure("expected_error", "expected error", "lower", percent=True)
+"""What sMBR and MPFE minimize: 1 less the next."""
 RIGHT_FRAMES = Figure("expected_accuracy", "expected accuracy", "higher", percent=True)
 """The expected share of frames that a lattice's paths have right; of MMI the mean posterior of the reference."""
 RECONSTRUCTION_ERROR = Figure("reconstruction_error", "reconstruction error", "lower")  # of an RBM, in rows of its own
 
-FIGURES = {figure.name: figure for figure in (LOSS, FRAME_ACCURACY, RIGHT_FRAMES)}
+FIGURES = {figure.name: figure for figure in (LOSS, FRAME_ACCURACY, EXPECTED_ERROR, RIGHT_FRAMES)}
 """All figures of all objectives, by name, in the order in which they are shown."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ class Objective(ABC):
         updates: whether the network is to be updated by the derivative of the last minibatch.
     """
 
-    figures: ClassVar[tuple[Figure, ...]]
+    figures: tuple[Figure, ...]
     updates = True
 
     @abstractmethod

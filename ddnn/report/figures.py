@@ -110,7 +110,7 @@ SHARE_COLORS = {"compute": "#0072B2", "data": "#56B4E9", "comm": "#D55E00", "wai
 MAX_NAMED_BARS = 30
 Points = NDArray[np.float64]
 RATE = "learning_rate"
-LABELS = {name: kind.label + ("" if kind.percent else " per frame (nats)") for name, kind in FIGURES.items()}
+LABELS = {name: figure.axis for name, figure in FIGURES.items()}
 LABELS[RATE] = "applied learning rate (log scale)"
 OUTLIERS = {name: 1e4 if name == RATE else 2.0 for name in LABELS}  # the factor of each panel's `outlier_limit`
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddnn import __version__
-from ddnn.nn.figures import FIGURES, LOSS
+from ddnn.nn.figures import FIGURES
 from ddnn.recipe.load import dump_recipe
 from ddnn.report.figures import (
     LABELS,
@@ -36,7 +36,7 @@ _BEST_OF_CV = {f"CV {figure.label}": min if figure.better == "lower" else max fo
 _BEST = {f": {WER}": min, ": loss per frame": min, ": frame accuracy (%)": max, "speed-up over one worker": max}
 """Which number of a column is the best, by the label or its end."""
 _NUMBER = re.compile(r"(-?[\d,]+(?:\.\d+)?(?:e[-+]?\d+)?)(?: %| \(.*\))?")
-MAX_CARDS_OF_WER = 6
+MAX_CARDS = 6  # of a kind
 
 
 def write_page(found: Report, path: Path) -> Report:
@@ -99,14 +99,20 @@ def _cards(found: Report, alike: bool) -> Iterator[tuple[str, str, str]]:
     """What a reader looks for first: title, value, remark."""
     several = len(found.runs) > 1
     results = list(zip([run.name for run in found.runs], found.summaries, strict=True))
-    losses = [(s["model_cv_loss"], name, s["model_epoch"]) for name, s in results if s["model_cv_loss"] is not None]
-    if losses and alike:
-        loss, name, epoch = min(losses)
-        yield ("lowest " * several + "CV loss", LOSS.format(loss), f"epoch {epoch}" + f" of {name}" * several)
-    elif losses:
+    failures = [(run.failure, run.name) for run in found.runs if run.failure is not None]
+    for end, name in failures[:MAX_CARDS]:
+        yield "ended", end.reason, "\n".join([name] * several + [end.detail])
+    models = [(run.metrics.last_accepted, run.name) for run in found.runs]
+    known = [(model, name) for model, name in models if model is not None and model.loss is not None]
+    if known and alike:
+        model, name = min(known, key=lambda pair: pair[0].loss or 0.0)
+        figure = FIGURES[next(iter(model.figures))]
+        where = f"epoch {model.epoch}" + f" of {name}" * several
+        yield "lowest " * several + f"CV {figure.label}", figure.format(model.loss or 0.0), where
+    elif known:
         yield "CV loss", "-", "the CV sets or the criteria differ: losses do not compare"
     labels = dict.fromkeys(label for run in found.runs for label in run.results[0] if label.endswith(f": {WER}"))
-    for label in list(labels)[:MAX_CARDS_OF_WER]:
+    for label in list(labels)[:MAX_CARDS]:
         rates = ((run.results[0][label], number) for number, run in enumerate(found.runs) if label in run.results[0])
         rate, number = min(rates)
         run, details = found.runs[number], [label.removesuffix(f": {WER}")]

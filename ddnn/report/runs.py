@@ -20,7 +20,7 @@ from ddnn.nn.figures import FIGURES
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.runs.metrics import Metrics, read_metrics
-from ddnn.runs.rows import EpochRow, StartRow, WorkerRow
+from ddnn.runs.rows import EndRow, EpochRow, StartRow, WorkerRow
 from ddnn.runs.run_status import CHECKPOINTS, FINAL, METRICS, RECIPE, is_finished, model_digest, run_dir_hint
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
@@ -48,6 +48,12 @@ class Run:
     def start(self) -> StartRow | None:
         """What the last start recorded; None: an older version did not."""
         return self.metrics.starts[-1] if self.metrics.starts else None
+
+    @property
+    def failure(self) -> EndRow | None:
+        """How it ended, if it diverged or failed."""
+        end = self.metrics.end
+        return end if end is not None and end.reason in ("diverged", "failed") else None
 
     @cached_property
     def results(self) -> tuple[dict[str, float], list[str], dict[str, tuple[float, float]]]:
@@ -261,8 +267,7 @@ def _conditions(run: Run) -> dict[str, Any]:
 
 def warnings(run: Run) -> list[str]:
     """What may make a run's model or speed a bad one, a sentence each."""
-    end = run.metrics.end
-    failed = end.reason_text if end is not None and end.reason in ("diverged", "failed") else None
+    failed = run.failure.reason_text if run.failure is not None else None
     return list(filter(None, (overload(run), run.metrics.warning, failed)))
 
 

@@ -86,6 +86,7 @@ class RunDir:
         self.previous: RunStatus | None = None
         self._refused = False  # whether this process was to resume what it must leave alone
         self.on_row: Callable[[MetricsRow], object] = lambda row: None  # called with each row that was recorded
+        self.on_end: Callable[[Path], object] = lambda run_dir: None  # called by `report`
 
     @classmethod
     def open(
@@ -220,6 +221,14 @@ class RunDir:
         if isinstance(row, EndRow):
             self.set_status(end=row)
         self.on_row(row)
+
+    @_by_writer
+    def report(self, ended: str) -> None:
+        """Calls `on_end`, once the training has `ended`; an error of it is a warning."""
+        try:
+            self.on_end(self.path)
+        except Exception as error:  # noqa: BLE001 (whatever it is: how the training ended does not depend on it)
+            log.warning("%s, its report is not: %s", ended, error)
 
     @_by_writer
     def flush(self) -> None:

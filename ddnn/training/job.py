@@ -91,18 +91,18 @@ class Job:
 
 def run_training(
     recipe: Recipe, run_dir: Path, device: str = "auto", comm: Communicator | None = None, *, resume: bool = False,
-    on_row: Callable[[MetricsRow], object] | None = None, on_finish: Callable[[Path], object] | None = None,
+    on_row: Callable[[MetricsRow], object] | None = None, on_end: Callable[[Path], object] | None = None,
 ) -> None:  # fmt: skip
     """Trains as the recipe says and leaves everything in `run_dir`; all workers of `comm` run it together. With
     `resume` it continues from the newest checkpoint of the run dir; if there is none, it starts from the beginning.
-    `on_row`: called on rank 0 with each row of metrics.jsonl, once it is written; `on_finish`: with the run dir, once the
-    model is written; an error of it is a warning.
+    `on_row`: called on rank 0 with each row of metrics.jsonl, once it is written; `on_end`: with the run dir, once the
+    model is written, or the training has diverged or failed; an error of it is a warning.
     UserError: anything for the user to fix: recipe, data, device, disk. DivergedError: the training diverged, or its model,
     which is written all the same, has learned nothing; one that started from `init.model` is only warned of.
     TrainingInterrupted: a signal has ended it, and it can be resumed."""
     recipe, trained = with_initial_model(recipe, run_dir if resume else None)
     with open_job("training", recipe, run_dir, device, comm or SingleProcess(), resume=resume) as job:
-        job.run.on_row = on_row or job.run.on_row
+        job.run.on_row, job.run.on_end = on_row or job.run.on_row, on_end or job.run.on_end
         trainer = build_trainer(job, resume, trained)
         with closing(trainer.averager), closing(trainer.batches):
             try:
@@ -123,11 +123,7 @@ def run_training(
         with suppress(DataError):  # damaged meanwhile: the model is written all the same
             if job.groups.world.rank == 0 and (warning := read_metrics(run_dir / METRICS).warning):
                 log.warning(warning)
-        if job.run.writes and on_finish is not None:
-            try:
-                on_finish(run_dir)
-            except Exception as error:  # noqa: BLE001 (whatever it is: the training has succeeded)
-                log.warning("the model is written, its report is not: %s", error)
+        job.run.report("the model is written")
     if trainer.learned_nothing and not isinstance(recipe.init, TrainedModelConfig):
         message = "the training learned nothing: its model is no better than one that ignores its input, neither in "
         message += "cross-validation loss nor in frame accuracy"
@@ -136,7 +132,7 @@ def run_training(
 
 @contextmanager
 def _recording_the_end(trainer: Trainer) -> Iterator[None]:
-    """Records why a training ended that did not finish."""
+    """Records why a training ended that did not finish, and reports one that diverged or failed."""
     try:
         yield
     except BaseException as error:
@@ -145,6 +141,8 @@ def _recording_the_end(trainer: Trainer) -> Iterator[None]:
         detail = f"on {error.signal_name}" if isinstance(error, TrainingInterrupted) else ""
         with suppress(UserError):
             trainer.run.record(trainer.end_row(reason, detail or getattr(error, "message", "") or repr(error)))
+        if not stopped:
+            trainer.run.report("the end is recorded")
         raise
 
 

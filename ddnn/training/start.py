@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 def start_training(
     command: TrainingCommand,
     nodes: NodeRecovery,
-    on_finish: Callable[[Path], object],
+    on_end: Callable[[Path], object],
     on_row: Callable[[MetricsRow], object] | None = None,
 ) -> str | None:
     """`ddnn train` or `pretrain`, on as many workers as its recipe says; what to tell where there was nothing to do.
-    `on_finish`, `on_row`: see `run_training`, the second in this process. `nodes`: what the launcher of several workers does when a node fails.
+    `on_end`, `on_row`: see `run_training`, the second in this process. `nodes`: what the launcher of several workers does when a node fails.
     UserError: anything that the user has to fix."""
     location, resume = command.location, command.resume != "no"
     recipe, file = read_recipe(command), find_recipe(command)
@@ -69,7 +69,7 @@ def start_training(
         if command.kind == "pretraining":
             job.run_pretraining(recipe, location, command.device, comm)
         else:
-            job.run_training(recipe, location, command.device, comm, resume=resume, on_row=on_row, on_finish=on_finish)
+            job.run_training(recipe, location, command.device, comm, resume=resume, on_row=on_row, on_end=on_end)
 
     def restart_arguments() -> list[str]:
         if command.kind == "pretraining" or (begun and not resume):

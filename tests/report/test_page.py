@@ -24,7 +24,11 @@ from ddnn.report.figures import learning_points
 from ddnn.report.page import render_page, write_page
 from ddnn.report.runs import read_runs
 from ddnn.report.table import report
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.rows import MetricsRow
 from ddnn.training.job import run_training
+from ddnn.training.step import EagerStep
+from ddnn.util.errors import DivergedError
 
 RunCli = Callable[..., Any]
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")
@@ -299,6 +303,58 @@ def test_a_training_leaves_its_page(tmp_path: Path, run_cli: RunCli, caplog: pyt
     assert not [record for record in caplog.records if "report" in record.getMessage()]
 
 
+@pytest.mark.parametrize("reason", ["diverged", "failed"])
+def test_a_training_that_did_not_finish_leaves_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """With the reason in a card, though there is no model; where that cannot be written, the error is the same."""
+    monkeypatch.setattr(EagerStep, "__call__", lambda *_: pytest.fail("no step")) if reason == "failed" else None
+    job, pages = make_job(tmp_path), list[bool]()
+    recipe = load_recipe(job.recipe, ["schedule.initial_learning_rate=1000"] if reason == "diverged" else [])
+
+    def write(run_dir: Path) -> None:
+        write_run_page(run_dir)
+        pages.append(not (run_dir / "final.safetensors").exists())
+        raise ZeroDivisionError("some bug")
+
+    with pytest.raises(DivergedError if reason == "diverged" else pytest.fail.Exception):
+        run_training(recipe, job.run, "cpu", on_end=write)
+    assert pages == [True]
+    page, end = Page((job.run / "report.html").read_text()), read_metrics(job.run / "metrics.jsonl").end
+    assert end is not None and end.reason == reason and end.detail
+    assert page.texts["li"][0] == f"ended{reason}{end.detail}"
+    assert "its report is not: some bug" in (job.run / "train.log").read_text()
+
+
+def test_a_training_that_was_stopped_leaves_no_page(tmp_path: Path) -> None:
+    """It is resumed; what stops it may not wait."""
+    job = make_job(tmp_path)
+
+    def stop(row: MetricsRow) -> None:
+        if row.type == "worker":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_training(load_recipe(job.recipe), job.run, "cpu", on_row=stop, on_end=write_run_page)
+    assert not (job.run / "report.html").exists()
+
+
+def test_the_figures_of_a_sequence_training_have_names_of_their_own(tmp_path: Path) -> None:
+    """What sMBR and MPFE minimize is a share of frames, not a loss in nats; in percent, as its expected accuracy."""
+    rows = [epoch_row(n, split) for n in (1, 2) for split in ("train", "cv")]
+    for row in rows:
+        error = 0.02 - 0.005 * row["epoch"]
+        del row["loss"], row["frame_accuracy"]
+        row |= {"expected_error": error, "expected_accuracy": 1.0 - error}
+    found = report([write_run(tmp_path / "run", rows)], None)
+    page = Page(render_page(found))
+    assert page.texts["li"][0] == "CV expected error1.00 %epoch 2"
+    panels = {panel["label"]: panel["percent"] for panel in page.data["panels"]}
+    assert list(panels.items())[:2] == [("expected error", True), ("expected accuracy", True)]
+    assert "nats" not in json.dumps(page.data)
+    assert re.search(r"its CV expected error +1.00 %\nits training expected accuracy +99.00 %", found.as_text())
+
+
 def test_a_training_succeeds_without_its_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job, seen = make_job(tmp_path), list[bool]()
 
@@ -306,7 +362,7 @@ def test_a_training_succeeds_without_its_page(tmp_path: Path, caplog: pytest.Log
         seen.append((run_dir / "final.safetensors").exists())
         raise ZeroDivisionError("some bug")
 
-    run_training(load_recipe(job.recipe), job.run, "cpu", on_finish=fail)
+    run_training(load_recipe(job.recipe), job.run, "cpu", on_end=fail)
     assert seen == [True], "called once, when the model is there"
     assert "the model is written, its report is not: some bug" in (job.run / "train.log").read_text()
     assert json.loads((job.run / "status.json").read_text())["state"] == "finished"

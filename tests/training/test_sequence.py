@@ -26,6 +26,7 @@ from ddnn.kaldi.archive import read_scp
 from ddnn.kaldi.lattice import Lattice, write_lattices
 from ddnn.lattices.criteria import SequenceCriterion
 from ddnn.nn.acoustic_model import load_model
+from ddnn.nn.figures import FIGURES
 from ddnn.recipe.load import load_recipe
 from ddnn.runs.run_status import MODEL_DIGEST, model_digest
 from ddnn.training.job import run_training
@@ -108,13 +109,24 @@ def parameters(run: Path) -> torch.Tensor:
     return load_model(run / "final.safetensors").network.parameters
 
 
+def figures_of(criterion: str) -> tuple[str, str]:
+    """The keys of its figures in metrics.jsonl: only MMI has a loss in nats."""
+    return "loss" if criterion == "mmi" else "expected_error", "expected_accuracy"
+
+
 @pytest.mark.parametrize("criterion", ["smbr", "mpfe", "mmi"])
 def test_a_training_raises_its_criterion(corpus: Corpus, tmp_path: Path, criterion: str) -> None:
     run_training(corpus.recipe(tmp_path, criterion=criterion), tmp_path / "run", "cpu")
-    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    figure, _ = figures_of(criterion)
+    losses = [row[figure] for row in rows_of(tmp_path / "run")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    assert rows_of(tmp_path / "run", "train")[-1]["loss"] < rows_of(tmp_path / "run", "train")[0]["loss"]
+    first, *_, last = rows_of(tmp_path / "run", "train")
+    assert last[figure] < first[figure]
+    for row in first, last:
+        assert {*figures_of(criterion)} == FIGURES.keys() & row.keys()
+        if criterion != "mmi":
+            assert row["expected_error"] == pytest.approx(1.0 - row["expected_accuracy"], abs=1e-12)
 
 
 def test_the_priors_are_those_of_cross_entropy(corpus: Corpus, tmp_path: Path) -> None:
@@ -209,7 +221,7 @@ def test_several_workers(corpus: Corpus, tmp_path: Path, workers: int, strategy:
         settings = ["parallel.strategy=ring"]
     recipe = corpus.recipe(tmp_path, *settings)
     run_workers(workers, lambda comm: run_training(recipe, tmp_path / "run", "cpu", comm))
-    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    losses = [row["expected_error"] for row in rows_of(tmp_path / "run")]
     assert losses[-1] < losses[0]
     trained = rows_of(tmp_path / "run", "train")[0]["frames"]
     held_out = (tmp_path / "run/cv_utterances").read_text().split()
@@ -319,7 +331,7 @@ def test_workers_that_average_gradients_wait_for_each_other(broken: Broken, capl
 def test_passes_end_early_where_cross_validation_gets_worse_twice(corpus: Corpus, tmp_path: Path) -> None:
     recipe = corpus.recipe(tmp_path, "schedule.initial_learning_rate=0.5", "schedule.epochs=9", "schedule.keep=best")
     run_training(recipe, tmp_path / "run", "cpu")
-    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    losses = [row["expected_error"] for row in rows_of(tmp_path / "run")]
     assert losses[-1] > losses[-2] > losses[-3]
     assert len(losses) < 10
     end = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
