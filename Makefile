@@ -133,6 +133,7 @@ docs: setup-dev
 	$(BIN)/python -m ddnn.recipe.keys > docs/reference/recipe.md
 	$(BIN)/python tests/benchmark_plot.py
 	PYTHONPATH=tests $(BIN)/python tests/pictures.py
+	$(BIN)/python tests/make_notebook.py
 	$(BIN)/sphinx-build -q -W --keep-going -c docs . docs/_build
 	@echo "the site: docs/_build/docs/index.html"
 

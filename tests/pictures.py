@@ -122,7 +122,7 @@ def strategies() -> str:
         product = torch.eye(WORKERS)
         for index in range(averagings):
             rows = mixing_matrix(name, index)
-            x = 30 + 150 * index
+            x = 22 + 160 * index
             parts += [
                 *matrix(x, y, rows),
                 text(x + 2 * CELL, y + 4 * CELL + 15, f"averaging {index + 1}", 'text-anchor="middle" font-size="11"'),
@@ -163,8 +163,8 @@ def fsdd() -> str:
         results = list(csv.DictReader(file))
     parts, networks = [], list(dict.fromkeys(result["network"] for result in results))
     for i, (name, color) in enumerate(COLORS.items()):
-        parts.append(f'<circle cx="{20 + 150 * i}" cy="14" r="4" fill="{color}"/>')
-        parts.append(text(30 + 150 * i, 18, name, 'font-size="12"'))
+        parts.append(f'<circle cx="{12 + 160 * i}" cy="14" r="4" fill="{color}"/>')
+        parts.append(text(22 + 160 * i, 18, name, 'font-size="12"'))
     parts += [text(220, 46, "cross-validation loss"), text(490, 46, "test frame accuracy (%)")]
     parts += [text(10, 78 + 48 * i, name, "") for i, name in enumerate(networks)]
     parts += dots(110, 62, results, "cv_loss", 1.2, 1.8)

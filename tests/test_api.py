@@ -1,4 +1,4 @@
-"""`import ddnn`: the programs of docs/tutorials/python.md, run as they stand; models on single utterances; what is refused."""
+"""`import ddnn`: the cells of docs/tutorials/python.ipynb, run in order; models on single utterances; what is refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import make_notebook
 import numpy as np
 import pytest
 import torch
@@ -33,45 +34,56 @@ from ddnn.nn.elementwise import Activation, Dropout, LengthNorm
 from ddnn.nn.layers import Affine, num_parameters
 from ddnn.nn.network import Network
 from ddnn.runs.run_dir import load_run
-from ddnn.synth.corpus import SynthOptions, synthesize
 from ddnn.training import start
 from ddnn.training.model_evaluation import evaluate_run
 from ddnn.util.errors import DataError
 
-PAGE = Path(__file__).parents[1] / "docs/tutorials/python.md"
+
+def test_the_notebook_is_the_page() -> None:
+    """docs/tutorials/python.ipynb, in nbformat 4.5."""
+    assert make_notebook.NOTEBOOK.read_text() == make_notebook.notebook(make_notebook.PAGE.read_text()), "make docs"
+    content = json.loads(make_notebook.NOTEBOOK.read_text())
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
+    for cell in content["cells"]:
+        more = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
+        assert set(cell) == {"cell_type", "id", "metadata", "source", *more}
+    code = sum(cell["cell_type"] == "code" for cell in content["cells"])
+    assert code == make_notebook.PAGE.read_text().count("```python")
 
 
-def test_the_programs_of_the_page_run_as_they_stand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_cells_of_the_notebook_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And give what the commands give; plain PyTorch gives the same posteriors."""
-    programs = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(programs) == 2
-    synthesize(tmp_path / "demo/corpus", SynthOptions(hours=0.03, test_hours=0.005, speakers=4, dim=10, pdfs=160))
+    """On less data. They give what the commands give, with outputs as on the page; plain PyTorch gives the same posteriors."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     names: dict[str, Any] = {}
-    exec(compile(programs[0], str(PAGE), "exec"), names)
-    found = evaluate_run(Path("exp/python"), Path("demo/corpus/test"), Path("demo/corpus/ali_test"), device="cpu")
-    printed = capsys.readouterr().out.splitlines()
-    losses = [f"epoch {row['epoch']} cv: loss {row['loss']:.2f}" for row in names["rows"]]
-    assert printed[:5:2] == losses and len(losses) == 3 and printed[1].startswith("epoch 1 train: loss ")
-    assert printed[5:7] == [
-        "10 dims; cmvn: mean ; layers: 110 128 128 160",
-        f"loss {found.loss:.4f}, frame accuracy {found.figures['frame_accuracy']:.2%}",
+    *first, last = [
+        cell for cell in json.loads(make_notebook.NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
     ]
-    assert found.figures["frame_accuracy"] > 0.05 and re.fullmatch(
-        r"word error rate .* at acoustic scale 0\.\d+", printed[7]
-    )
-    assert names["correct"].shape == (len(names["features"]),)
+    capfd.readouterr()
+    for cell in first:
+        exec(compile("".join(cell["source"]).replace('"0.3"', '"0.03"'), str(make_notebook.NOTEBOOK), "exec"), names)
+        expected = "".join(line for output in cell["outputs"] for line in output["text"])
+        printed = capfd.readouterr().out
+        assert not expected or re.sub(r"[\d.]+", "N", printed) == re.sub(r"[\d.]+", "N", expected)
+        if "ddnn.evaluate" in "".join(cell["source"]):
+            results = printed
+    assert [row["epoch"] for row in names["rows"]] == [0, 1, 2]
+    found = evaluate_run(Path("exp/python"), Path("demo/corpus/test"), Path("demo/corpus/ali_test"), device="cpu")
+    accuracy = found.figures["frame_accuracy"]
+    assert f"loss {found.loss:.4f}, frame accuracy {accuracy:.2%}" in results
+    assert names["correct"] / names["frames"] == pytest.approx(accuracy, abs=1e-3) and accuracy > 0.05
     np.testing.assert_allclose(names["logits"].detach().softmax(1), names["posteriors"], atol=2e-6)
     prepare_decoding(Path("exp/python"), Path("demo/corpus/test"), Path("decode"), "cpu")
-    *_, last = read_scp(Path("decode/loglikes.scp"))
-    assert names["utterance"] == last.key
-    np.testing.assert_allclose(names["loglikes"], read_matrix(last), atol=1e-5)
-    features, stats = names["features"], names["cmvn_stats"][last.key]
-    exec(compile(programs[1], str(PAGE), "exec"), names)
-    expected = names["model"].posteriors(features, cmvn_stats=stats)
-    np.testing.assert_allclose(names["posteriors"].numpy(), expected, atol=2e-6)
+    *_, entry = read_scp(Path("decode/loglikes.scp"))
+    assert names["utterance"] == entry.key
+    np.testing.assert_allclose(names["loglikes"], read_matrix(entry), atol=1e-5)
+    features, stats = names["features"], names["cmvn_stats"][entry.key]
+    exec(compile("".join(last["source"]), str(make_notebook.NOTEBOOK), "exec"), names)
+    posteriors = names["model"].posteriors(features, cmvn_stats=stats)
+    np.testing.assert_allclose(names["posteriors"].numpy(), posteriors, atol=2e-6)
 
 
 def test_importing_it_takes_no_time() -> None:
