@@ -77,9 +77,6 @@ LONGER = {
     "finetuning": 817,
     "gpu": 1394,
     "input": 2869,
-    "reproduce": 2792,
-    "scaling": 2696,
-    "sequence": 966,
     "slurm": 2954,
     "troubleshooting": 972,
 }

@@ -229,7 +229,9 @@ def report(
       ddnn scale --measured k20-switchboard.yaml --fit 1,2,4 --out scaling"""
 )
 @option(
-    "--measured", required=True, help="Run dirs, or YAML files of times (docs/how-to/scaling.md), with commas between."
+    "--measured",
+    required=True,
+    help="Run dirs, or YAML files of times (docs/how-to/predict-speed-up.md), with commas between.",
 )
 @option("--workers", default="1,2,4,8,16,32,64,128,256,512,1024", callback=parse_sizes,
         help="Numbers of workers to predict.")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a minibatch costs when several workers share a model: seconds, bytes and memory, by formulas. docs/how-to/scaling.md has them
+"""What a minibatch costs when several workers share a model: seconds, bytes and memory, by formulas. docs/explanation/scaling-model.md has them
 with the symbols that docstrings name. Pure: `ddnn scale` predicts with it from measured constants."""
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ LargeCount = Annotated[Count, Field(le=10**9)]
 
 
 class Published(Section):
-    """A file of published times: how long an epoch took with a number of workers. docs/how-to/scaling.md has the keys."""
+    """A file of published times: how long an epoch took with a number of workers. docs/how-to/predict-speed-up.md has the keys."""
 
     network: str
     minibatch_size: LargeCount
@@ -97,7 +97,7 @@ def with_network(job: Job, text: str) -> Job:
 
 
 def _of_file(path: Path) -> list[Measurement]:
-    hint = "docs/how-to/scaling.md describes such a file"
+    hint = "docs/how-to/predict-speed-up.md describes such a file"
     times = validate(Published, read_yaml(path), path, hint=hint)
     lengths = [len(times.workers), len(times.total), len(times.communication)]
     if len(set(lengths)) > 1:

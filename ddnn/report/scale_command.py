@@ -176,7 +176,7 @@ def _check_runs(runs: Sequence[Run], options: ScaleOptions) -> list[str]:
     for run in runs:
         alone = len(runs) == 1 and run.start is None  # of an older version, but compared with no other run
         if (reason := incomparable(run, runs[0], ("minibatch_size", "minibatch_scope"))) is not None and not alone:
-            hint = "leave it out, or measure all runs under the same conditions: docs/how-to/scaling.md"
+            hint = "leave it out, or measure all runs under the same conditions: docs/how-to/predict-speed-up.md"
             raise UserError(f"{run.name}: {reason}", location="--measured", hint=hint)
     overloaded = [f"{run.name}: {warning}" for run in runs if (warning := overload(run)) is not None]
     if overloaded and not options.allow_overloaded:

@@ -1,5 +1,5 @@
 """How fast a training would be with n workers: a latency-bandwidth model, and its fit to measured epochs.
-docs/how-to/scaling.md has the formulas and the symbols that docstrings name. Times are in seconds."""
+docs/explanation/scaling-model.md has the formulas and the symbols that docstrings name. Times are in seconds."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _group(record: RunRecord, epoch: MeasuredEpoch) -> tuple[str, ...]:
 
 def speed_ups(config: ReproduceConfig, table: Table, records: Mapping[str, RunRecord]) -> list[SpeedUp]:
     """T(1) / T(workers) of each condition: the paper's; measured, by medians over the seeds; and for the other sizes
-    predicted by the scaling model (docs/how-to/scaling.md). Only runs of one `_group` are compared: of that with most runs, which
+    predicted by the scaling model (docs/explanation/scaling-model.md). Only runs of one `_group` are compared: of that with most runs, which
     trained, whose workers had a core each, and which no other load slowed down."""
     slow = overloaded_runs(records)
     groups: defaultdict[object, defaultdict[tuple[str, int], list[Measurement]]]

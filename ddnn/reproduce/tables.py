@@ -197,7 +197,7 @@ def find_corpus(name: str) -> Path:
 
 def load_config(folder: Path) -> ReproduceConfig:
     """Reads reproduce.yaml and resolves its paths. DataError: a value is invalid, or a path does not exist."""
-    path, hint = folder / FILE, "docs/how-to/reproduce.md describes its keys"
+    path, hint = folder / FILE, "docs/reference/reproduce.md describes its keys"
     hint += f"; {folder / README} says where the data come from" if (folder / README).is_file() else ""
     source = read_yaml(path)
     for problem in source.problems:  # anchors, tags and the like are refused as in recipes

@@ -71,7 +71,7 @@ def test_the_papers_all_reduce_within_ten_percent(fit: tuple[int, ...]) -> None:
     """The acceptance of the model: fitted to the first sizes, it foretells the others."""
     found = speed_ups(foretold(*fit), "all-reduce")
     assert found == pytest.approx(PAPER, rel=0.10)
-    assert found == pytest.approx(PAPER, rel=0.025), "what docs/how-to/scaling.md says of it"
+    assert found == pytest.approx(PAPER, rel=0.025), "what docs/explanation/scaling-model.md says of it"
 
 
 def test_the_papers_butterfly_from_its_all_reduce() -> None:
