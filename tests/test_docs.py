@@ -77,7 +77,6 @@ LONGER = {
     "finetuning": 817,
     "gpu": 1394,
     "input": 2869,
-    "slurm": 2954,
     "troubleshooting": 972,
 }
 """How-to pages of more than 600 words, and how many they have at most: pages and numbers only become fewer."""

@@ -88,7 +88,7 @@ def slurm_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @options(
         option("--slurm", is_flag=True, help="Slurm: submit a job; with --dry-run, print its script."),
-        option("--cluster", metavar="NAME|FILE", help="Slurm: settings of the cluster, see docs/how-to/slurm.md."),
+        option("--cluster", metavar="NAME|FILE", help="Slurm: settings of the cluster, see docs/how-to/cluster.md."),
         option("--nodes", type=int, help="Slurm: number of nodes of a job."),
         option("--gpus-per-node", type=int, help="Slurm: GPUs on each node, one worker on each; 0: CPU."),
         option("--workers-per-node", type=int, help="Slurm: workers on each node.  [default: one for each GPU]"),

@@ -145,7 +145,7 @@ def load_cluster(name_or_file: str) -> ClusterConfig:
     path = find_cluster(name_or_file)
     tree = read_yaml(path)
     tree.values = {name: value for name, value in tree.values.items() if value is not None}
-    return validate(ClusterConfig, tree, path, error=UserError, hint="docs/how-to/slurm.md describes all keys")
+    return validate(ClusterConfig, tree, path, error=UserError, hint="docs/how-to/cluster.md describes all keys")
 
 
 def find_cluster(name_or_file: str) -> Path:
@@ -160,7 +160,7 @@ def find_cluster(name_or_file: str) -> Path:
                 return folder / f"{name_or_file}.yaml"
     known = ", ".join(sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})) or "none"
     message = f"there is neither a file {name_or_file} nor settings of that name; there are {known}"
-    hint = "name one of these, or a file of your own: docs/how-to/slurm.md has all keys"
+    hint = "name one of these, or a file of your own: docs/how-to/cluster.md has all keys"
     raise UserError(message, location="--cluster", hint=hint)
 
 

@@ -29,7 +29,7 @@ def test_shipped_settings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_every_key_is_in_the_gpu_example_and_the_docs() -> None:
     example = (configs_folder() / "cluster" / "gpu.yaml").read_text()
-    docs = (Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "how-to" / "cluster.md").read_text()
     assert len(ClusterConfig.model_fields) > 8
     for key, field in ClusterConfig.model_fields.items():
         assert re.search(rf"^(# )?{key}:", example, re.MULTILINE), key

@@ -130,7 +130,8 @@ def test_the_script_in_the_docs() -> None:
     cluster = ClusterConfig(partition="gpu", time="1-00:00:00", cpus_per_worker=4)
     made = dataclasses.replace(job(cluster, "/home/me/exp/an4"), training=training, trains="6 x 2048 sigmoid, seed 1")
     assert (
-        f"```bash\n{script_text(made)}```\n" in (Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md").read_text()
+        f"```bash\n{script_text(made)}```\n"
+        in (Path(__file__).parents[2] / "docs" / "reference" / "slurm-job.md").read_text()
     )
 
 
