@@ -58,7 +58,7 @@ class DataConfig(Section):
 
     train: Paths
     """Kaldi data dir: `feats.scp`, `utt2spk` and, optionally, `cmvn.scp`. Or a list of data dirs, which are trained on
-    together: docs/how-to/input.md."""
+    together: docs/how-to/several-corpora.md."""
     alignments: Paths
     """Kaldi alignment dir (`ali.*.gz` of transition-ids and `final.mdl`), or one archive of pdf-ids (`.ark`, `.txt`,
     `.gz`). If `data.train` is a list, give one for each data dir, in the same order; all must use the same tree."""
@@ -77,7 +77,7 @@ class DataConfig(Section):
     transforms: Paths | None = None
     """A Kaldi dir (`exp/tri4_ali`) whose transforms are applied to raw features after CMVN: `final.mat` (LDA+MLLT) to
     frames spliced by its `splice_opts`, or deltas by its `delta_opts` if there is no `final.mat`; then `trans.*`
-    (fMLLR) of speakers or utterances, if there are any. See docs/how-to/input.md. If `data.train` is a list, give one dir with
+    (fMLLR) of speakers or utterances, if there are any. See docs/how-to/raw-features.md. If `data.train` is a list, give one dir with
     the transforms of all speakers, or one for each data dir, all of one system."""
     normalize: bool = True
     """Shift and scale each spliced dimension to zero mean and unit variance over the training set."""
@@ -88,7 +88,7 @@ class DataConfig(Section):
     with `cpu`, they are kept in host memory, and minibatches are prefetched. The log reports where they are."""
     cache_dir: Path | None = None
     """Directory of cached features, created if it does not exist: the next run on the same data maps a file in
-    seconds. docs/how-to/input.md lists what the file depends on. Default: no cache."""
+    seconds. docs/how-to/feature-cache.md lists what the file depends on. Default: no cache."""
     loader_processes: Count | None = None
     """Processes of each worker that read the features, if these take gigabytes. Default: the usable cores, up to 8,
     divided among the workers of a host."""
