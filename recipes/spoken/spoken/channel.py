@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +17,7 @@ BANDS = 40
 SHIFT, WINDOW, _FFT = 80, 200, 256  # samples: 10 ms, 25 ms
 _KNOT = 3000  # samples between two speeds of the tape
 _NOISES = {"colored": 0.0, "voice": 4.0, "babble": 2.0}  # how much weaker than colored noise, in dB
-Samples = NDArray[np.floating]
+Samples = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def play_tape(samples: Samples, rate: int, warp: float, rng: np.random.Generator
 class Channel:
     """Room, noise, equalizer and band of one speaker."""
 
-    def __init__(self, settings: Settings, pool: list[Samples], rng: np.random.Generator) -> None:
+    def __init__(self, settings: Settings, pool: Sequence[NDArray[np.floating]], rng: np.random.Generator) -> None:
         """`pool`: speech of others, at 8 kHz, of which voices and babble in the background are made."""
         self._pool = pool
         self._noise = list(_NOISES)[rng.integers(len(_NOISES))]
@@ -73,7 +74,7 @@ class Channel:
         sound *= 0.08 / max(1e-9, float(np.sqrt(np.mean(sound**2))))
         companded = np.sign(sound) * np.log1p(255 * np.minimum(np.abs(sound), 1)) / np.log(256)
         rounded = np.round(companded * 127) / 127
-        return np.sign(rounded) * np.expm1(np.abs(rounded) * np.log(256)) / 255
+        return np.asarray(np.sign(rounded) * np.expm1(np.abs(rounded) * np.log(256)) / 255)
 
     def _draw_noise(self, length: int, rng: np.random.Generator) -> Samples:
         """Noise of any power: colored and fluctuating, one other voice, or five."""
@@ -98,7 +99,7 @@ def _filter_banks() -> NDArray[np.float64]:
     frequencies = mel(np.arange(_FFT // 2 + 1) * RATE / _FFT)[:, None]
     rising = (frequencies - edges[:-2]) / (edges[1:-1] - edges[:-2])
     falling = (edges[2:] - frequencies) / (edges[2:] - edges[1:-1])
-    return np.maximum(0, np.minimum(rising, falling))
+    return np.asarray(np.maximum(0, np.minimum(rising, falling)))
 
 
 _MEL = _filter_banks()
@@ -117,4 +118,4 @@ def filter_banks(samples: Samples) -> Float32Array:
     frames = frames - frames.mean(axis=1, keepdims=True)
     previous = np.concatenate([frames[:, :1], frames[:, :-1]], axis=1)
     power = np.abs(np.fft.rfft((frames - 0.97 * previous) * _POVEY, _FFT)) ** 2
-    return np.log(np.maximum(power @ _MEL, np.finfo(np.float32).eps)).astype(np.float32)
+    return np.asarray(np.log(np.maximum(power @ _MEL, np.finfo(np.float32).eps)), np.float32)

@@ -63,7 +63,7 @@ def _cost(values: NDArray[np.float64]) -> NDArray[np.float64]:
     count = np.maximum(values[..., :1], 1e-9)
     mean = values[..., 1 : dims + 1] / count
     variance = np.maximum(values[..., dims + 1 :] / count - mean**2, 0.01)
-    return values[..., 0] * np.log(variance).sum(axis=-1)
+    return np.asarray(values[..., 0] * np.log(variance).sum(axis=-1))
 
 
 def _questions(statistics: Statistics, num_phones: int) -> NDArray[np.bool_]:

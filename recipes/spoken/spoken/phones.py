@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tree import SILENCE
+from spoken.tree import SILENCE
 
 PHONES = [
     "SIL",

@@ -12,9 +12,9 @@ from math import log
 
 import numpy as np
 from numpy.typing import NDArray
-from tree import EDGE, SILENCE, STATES, Tree
 
 from ddnn.kaldi.fst import ARC, Fst
+from spoken.tree import EDGE, SILENCE, STATES, Tree
 
 Pronunciation = tuple[int, ...]
 _SELF_LOOP_SCALE = 0.1
@@ -94,7 +94,7 @@ def make_graph(
     back_off = builder.state()
     entries = {word: builder.state() for word in words}
     final: dict[int, float] = {}
-    silence = [int(tree.table[SILENCE, state, EDGE, EDGE]) for state in range(STATES)]
+    silence = tree.table[SILENCE, :, EDGE, EDGE].tolist()
 
     def chain(source: int, pdfs: Iterable[int]) -> int:
         for pdf in pdfs:
@@ -104,8 +104,8 @@ def make_graph(
     for word in words:
         for phones, probability in lexicon[word].items():
             pdfs = states_of(phones, tree)
-            first = builder.hmm(entries[word], pdfs[0], -log(probability))
-            builder.arc(chain(first, pdfs[1:]), histories[word], 0.0)
+            state = builder.hmm(entries[word], pdfs[0], -log(probability))
+            builder.arc(chain(state, pdfs[1:]), histories[word], 0.0)
     for history, followers in bigrams.items():
         state, seen = histories[history], followers.total()
         for word, count in sorted(followers.items()):
