@@ -1,5 +1,5 @@
 """`make docs`: docs/images/*.svg. Texts, colors and sizes are here; what the averaging strategies do is applied, not described: each is
-called with unit vectors, which gives its mixing matrix.
+called with unit vectors, which gives its mixing matrix. Learning rates, minibatch sizes, averaging steps and windows are ddnn's, too.
 
 Colors are legible on white and on dark pages; the background is transparent.
 """
@@ -7,18 +7,24 @@ Colors are legible on white and on dark pages; the background is transparent.
 from __future__ import annotations
 
 import csv
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import torch
 from distributed.threads import run_workers
 
-from ddnn.averaging.strategies import STRATEGIES, AveragingOptions
+from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, Interval
 from ddnn.distributed.communicator import Communicator
+from ddnn.nn.convolution import Axis
+from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs/images"
-BLUE, ORANGE, GRAY, TEXT = "#0072B2", "#D55E00", "#888888", "#7a7a7a"
+BLUE, ORANGE, GREEN, GRAY, TEXT = "#0072B2", "#D55E00", "#009E73", "#888888", "#7a7a7a"
+SMALL, LEFT, RIGHT = 'text-anchor="middle" font-size="11"', 'font-size="11"', 'text-anchor="end" font-size="11"'
 COLORS = {"SGD": BLUE, "SGD, 9 epochs or more": "#56B4E9", "NG-SGD": ORANGE, "Kaldi, SGD, one run": GRAY}
 WORKERS = 4
 CELL = 26
@@ -172,7 +178,196 @@ def fsdd() -> str:
     return document(640, 316, parts)
 
 
-PICTURES = {"pipeline.svg": pipeline, "strategies.svg": strategies, "fsdd.svg": fsdd}
+def rectangle(x: float, y: float, width: float, height: float, more: str) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" {more}/>'
+
+
+def line(points: Sequence[tuple[float, float]], more: str) -> str:
+    return f'<path d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}" fill="none" {more}/>'
+
+
+def learning_rates(schedule: Schedule, figures: Sequence[dict[str, float]]) -> list[float]:
+    """Those of its epochs; `figures`: of cross-validation, of the initial network and after each epoch."""
+    schedule.initialize(figures[0])
+    rates = []
+    while not schedule.finished:
+        rates.append(schedule.learning_rate)
+        schedule.step(figures[min(len(rates), len(figures) - 1)])
+    return rates
+
+
+def schedules() -> str:
+    """Learning rates and the sizes of a growing minibatch by epoch. Newbob's are those of a recorded run on AN4."""
+    epochs, record = 15, json.loads((ROOT / "docs/results/an4/records/newbob-1-2.json").read_text())
+    figures = [record["baseline"], *record["cv_by_epoch"]]
+    curves = {
+        "newbob": (learning_rates(Newbob(start_halving_impr=0.03, max_epochs=16), figures), BLUE),
+        "exponential": (learning_rates(Exponential(max_epochs=epochs, final_lr=0.0008), figures), ORANGE),
+        "power": (learning_rates(Power(max_epochs=epochs), figures), GREEN),
+        "constant": (learning_rates(Constant(max_epochs=epochs), figures), GRAY),
+    }
+    sizes = MinibatchSizes(256, 1024, 5)
+    left, top, wide, high = 62, 34, 300, 190
+
+    def across(epoch: float) -> float:
+        return wide * (epoch - 0.5) / epochs
+
+    def axes(x: float, title: str, ticks: dict[str, float]) -> list[str]:
+        parts = [text(x, top - 18, title, 'font-weight="bold"'), text(x + wide / 2, top + high + 34, "epoch", SMALL)]
+        parts.append(line([(x, top), (x, top + high), (x + wide, top + high)], f'stroke="{GRAY}"'))
+        parts += [text(x - 6, y + 4, label, RIGHT) for label, y in ticks.items()]
+        parts += [line([(x - 3, y), (x, y)], f'stroke="{GRAY}"') for y in ticks.values()]
+        return parts + [text(x + across(n), top + high + 16, str(n), SMALL) for n in range(1, epochs + 1, 2)]
+
+    def height_of_rate(rate: float) -> float:
+        return top + high * math.log(0.009 / rate) / math.log(0.009 / 0.0002)
+
+    rates = (0.008, 0.004, 0.002, 0.001, 0.0005, 0.00025)
+    parts = axes(left, "learning rate", {f"{rate:g}": height_of_rate(rate) for rate in rates})
+    for name, (values, color) in curves.items():
+        points = [
+            (left + across(n + half), height_of_rate(rate)) for n, rate in enumerate(values, 1) for half in (-0.5, 0.5)
+        ]
+        x, y = points[-1]
+        parts.append(line(points, f'stroke="{color}" stroke-width="2"'))
+        place = (x, y + 16, "end") if name == "newbob" else (x + 6, y + 4, "start")
+        parts.append(text(*place[:2], name, f'text-anchor="{place[2]}" font-size="12" fill="{color}"'))
+
+    def height_of_size(frames: float) -> float:
+        return top + high * (1 - frames / 1100)
+
+    right = left + wide + 140
+    ticks = {str(frames): height_of_size(frames) for frames in (0, 256, 512, 768, 1024)}
+    parts += axes(right, "frames in a minibatch that grows", ticks)
+    for n in range(1, epochs + 1):
+        x, y = right + across(n) - 7, height_of_size(sizes.of_epoch(n))
+        parts.append(rectangle(x, y, 14, top + high - y, f'fill="{BLUE}" fill-opacity="0.6"'))
+        if n <= sizes.epochs:
+            parts.append(text(x + 7, y - 4, str(sizes.of_epoch(n)), 'text-anchor="middle" font-size="9"'))
+    return document(right + wide + 20, top + high + 44, parts)
+
+
+MINIBATCHES, SECONDS = (34, 33, 35, 33), (1.0, 1.06, 0.96, 1.02)
+"""Of each of four workers: the minibatches of its shard, and the time of one."""
+PERIOD, AVERAGING = 10, 1.6
+
+
+def epoch(overlap: bool) -> tuple[list[list[tuple[float, int]]], list[float], float]:
+    """For each worker the start and the minibatches of each of its intervals; when each averaging step begins, which is when
+    the last worker calls it; and when the mean at the end of the epoch begins."""
+    steps = min(Interval(PERIOD).completed(minibatches, 0) for minibatches in MINIBATCHES)
+    intervals: list[list[tuple[float, int]]] = [[] for _ in MINIBATCHES]
+    clocks, begins = [0.0] * len(MINIBATCHES), list[float]()
+    for _ in range(steps):
+        for worker, seconds in enumerate(SECONDS):
+            intervals[worker].append((clocks[worker], PERIOD))
+            clocks[worker] += PERIOD * seconds
+        before = begins[-1] + AVERAGING if begins else 0.0  # the end of the averaging step that ran meanwhile
+        begins.append(max(clocks))
+        clocks = [max(clock, before) if overlap else begins[-1] + AVERAGING for clock in clocks]
+    for worker, seconds in enumerate(SECONDS):
+        rest = MINIBATCHES[worker] - steps * PERIOD
+        intervals[worker].append((clocks[worker], rest))
+        clocks[worker] += rest * seconds
+    return intervals, begins, max(*clocks, begins[-1] + AVERAGING)
+
+
+def timeline() -> str:
+    """An epoch of four workers that average every ten minibatches, without and with overlap."""
+    unit, left, row, panel, parts = 14, 166, 34, 190, list[str]()
+    waiting = f'fill="none" stroke="{GRAY}" stroke-dasharray="2 2"'
+    for index, overlap in enumerate((False, True)):
+        top = panel * index + 34
+        intervals, begins, end = epoch(overlap)
+        title = f"parallel.overlap: {str(overlap).lower()}"
+        parts.append(text(10, top - 14, title, 'font-weight="bold" font-size="14"'))
+        for worker, (seconds, minibatches) in enumerate(zip(SECONDS, MINIBATCHES, strict=True)):
+            y = top + row * worker
+            parts.append(text(10, y + 13, f"worker {worker}: {minibatches} minibatches", LEFT))
+            step_y, step_height = (y + 20, 6) if overlap else (y, 18)
+            for step, (start, number) in enumerate(intervals[worker]):
+                x, stop = left + unit * start, start + number * seconds
+                parts.append(rectangle(x, y, unit * number * seconds, 18, f'fill="{BLUE}" fill-opacity="0.55"'))
+                ticks = "".join(f"M{x + unit * seconds * n:.1f} {y}v18" for n in range(number + 1))
+                parts.append(f'<path d="{ticks}" stroke="{GRAY}" stroke-width="0.7"/>')
+                if step < len(begins):
+                    begin = left + unit * begins[step]
+                    parts.append(
+                        rectangle(left + unit * stop, step_y, begin - left - unit * stop, step_height, waiting)
+                    )
+                    parts.append(rectangle(begin, step_y, unit * AVERAGING, step_height, f'fill="{ORANGE}"'))
+            parts.append(rectangle(left + unit * stop, y, unit * (end - stop), 18, waiting))
+            parts.append(rectangle(left + unit * end, y, unit * AVERAGING, 18, f'fill="{GREEN}"'))
+    x, y = 10.0, 2 * panel + 14
+    legend = [("minibatches", f'fill="{BLUE}" fill-opacity="0.55"'), ("averaging step", f'fill="{ORANGE}"')]
+    legend += [("exact mean, end of epoch", f'fill="{GREEN}"'), ("waiting for the slowest worker", waiting)]
+    for label, style in legend:
+        parts += [rectangle(x, y - 10, 12, 12, style), text(x + 18, y, label, LEFT)]
+        x += 46 + 6.2 * len(label)
+    return document(800, 2 * panel + 26, parts)
+
+
+def convolution() -> str:
+    """What filters over 40 bands read of a spliced frame, where their outputs are, and what pooling takes of these."""
+    frames, streams, band = 11, 3, Axis(40, 8, 1)
+    pool = Axis(band.windows, 3, 3)
+    left, top, wide, high, parts = 84, 44, 7, 5, list[str]()
+    colors = {0: BLUE, 1: ORANGE, band.windows - 1: GREEN}
+
+    def row_at(frame: int, stream: int = 0) -> int:
+        return top + frame * (streams * high + 3) + stream * high
+
+    bottom = row_at(frames) - 3
+    title = f"input: {frames} frames x {streams} streams x {band.length} bands"
+    parts.append(text(left, 16, title, 'font-weight="bold" font-size="12"'))
+    parts += [text(left + wide * (n + 0.5), top - 6, str(n), SMALL) for n in (0, 8, 16, 24, 32, 39)]
+    for frame in range(frames):
+        for stream in range(streams):
+            y, opacity = row_at(frame, stream), 0.36 - 0.1 * stream
+            parts.append(rectangle(left, y, wide * band.length, high, f'fill="{GRAY}" fill-opacity="{opacity:g}"'))
+            parts.append(rectangle(left, y, wide * band.size, high, f'fill="{BLUE}" fill-opacity="0.6"'))
+        if frame % 5 == 0:
+            label = f"frame {frame - frames // 2:+d}".replace("+0", "0")
+            parts.append(text(left - 8, row_at(frame) + 12, label, RIGHT))
+    for patch, color in colors.items():
+        x, width = left + wide * patch * band.step, wide * band.size
+        parts.append(
+            text((left, left + 58, x)[min(patch, 2)] + 28, bottom + 18, f"patch {patch}", f'{SMALL} fill="{color}"')
+        )
+        if patch:
+            frame_of_patch = f'fill="none" stroke="{color}" stroke-width="2"'
+            parts.append(rectangle(x, top - 2, width, bottom - top + 4, frame_of_patch))
+    pieces = frames * streams
+    notes = (
+        "streams of each frame: static, delta, delta-delta",
+        f"a filter reads {band.size} bands of all {pieces} pieces",
+    )
+    parts += [text(left, bottom + 38 + 15 * i, note, LEFT) for i, note in enumerate(notes)]
+    right, tall = left + wide * band.length + 120, 14
+    parts.append(arrow(left + wide * band.length + 14, 88, right - 56, 88))
+    filters = ("filter a", "filter b", "filter c", "...")
+    rows = (("outputs", band.windows, 5, 60, colors), ("after max pooling", pool.windows, 5 * pool.step, 178, {}))
+    for name, columns, width, y, colored in rows:
+        parts.append(text(right, y - 8, f"{name}: {columns} positions", 'font-weight="bold" font-size="12"'))
+        for f, label in enumerate(filters):
+            parts.append(text(right - 6, y + tall * f + 11, label, RIGHT))
+            for n in range(columns):
+                fill = f'fill="{colored.get(n, GRAY)}" fill-opacity="{0.7 if n in colored else 0.3}"'
+                parts.append(rectangle(right + width * n, y + tall * f, width - 0.6, tall - 1, fill))
+    x, y, end = right + 5 * pool.size / 2, 60 + len(filters) * tall, right + 5 * pool.size
+    parts.append(line([(right, y + 2), (right, y + 6), (end, y + 6), (end, y + 2)], f'stroke="{TEXT}"'))
+    parts += [arrow(x, y + 8, x, 156), text(x + 10, y + 30, f"the largest of {pool.size}", LEFT)]
+    return document(right + 5 * band.windows + 70, bottom + 64, parts)
+
+
+PICTURES = {
+    "pipeline.svg": pipeline,
+    "strategies.svg": strategies,
+    "fsdd.svg": fsdd,
+    "schedules.svg": schedules,
+    "timeline.svg": timeline,
+    "convolution.svg": convolution,
+}
 
 if __name__ == "__main__":
     for file, draw in PICTURES.items():
