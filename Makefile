@@ -6,7 +6,7 @@
 # make check-swbd  recipes/swbd against a synthetic corpus of Switchboard's shape, without training: seconds
 # make docs    the documentation site in docs/_build, with the pages and pictures that are generated: half a minute
 # make bench   the training step against the machine's GEMM limit
-# make gpu     what waits for a GPU, in one go: tests, speed, memory, losses against the CPU; 9 minutes, no network: docs/how-to/gpu.md. DEVICE=cpu rehearses
+# make gpu     what waits for a GPU, in one go: tests, speed, memory, losses against the CPU; 9 minutes, no network: docs/development/gpu.md. DEVICE=cpu rehearses
 # make soak    each of four workers killed in five places, then 200 kills at random moments, and the results compared: a quarter of an hour without other load
 # make same-results  a few dozen tiny trainings against recorded digests: first make same-results RECORD=1, on the code before a change
 # make mutants  the mistakes of tests/mutants.yaml, one at a time: which of them the tests notice; MUTANTS='--only 7 --jobs 2'

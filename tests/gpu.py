@@ -9,7 +9,7 @@ a row in the pages and makes the exit code 1, once everything was tried; what it
 share `BUDGET` seconds: what is left of them is the limit of the last. What only CUDA can do is "not on a CPU".
 
 This is beside the tests, not in `ddnn bench`, since most of it are checks: it runs tests, and compares GPU and CPU. It
-needs no installed ddnn. gpu_parts.py has the parts; docs/how-to/gpu.md says how to carry packages to a machine without a network.
+needs no installed ddnn. gpu_parts.py has the parts; docs/development/gpu.md says how to carry packages to a machine without a network.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def complete_python(folder: Path, pip_flags: Sequence[str]) -> str:
     print(f"installing {' '.join((*wanted, *for_workers))} into {folder}", flush=True)
     if wanted and subprocess.run([*install, *wanted], check=False).returncode:
         refuse(
-            f"{', '.join(wanted)} cannot be installed: docs/how-to/gpu.md, Without a network, says how to carry packages"
+            f"{', '.join(wanted)} cannot be installed: docs/development/gpu.md, Without a network, says how to carry packages"
         )
     if for_workers and subprocess.run([*install, *for_workers], check=False).returncode:
         print(f"{' and '.join(for_workers)} cannot be installed: nothing is tried with two workers", flush=True)

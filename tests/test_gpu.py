@@ -204,7 +204,8 @@ def test_a_machine_that_lacks_something_is_refused(
     with pytest.raises(SystemExit) as ended:
         gpu.complete_python(tmp_path / "python", flags)
     assert (
-        ended.value.code == 2 and "no-such-package cannot be installed: docs/how-to/gpu.md" in capsys.readouterr().err
+        ended.value.code == 2
+        and "no-such-package cannot be installed: docs/development/gpu.md" in capsys.readouterr().err
     )
     # What this Python has, the new one has too.
     done = subprocess.run([tmp_path / "python/bin/python", "-c", "import numpy, pytest"], check=False)

@@ -217,7 +217,7 @@ def evaluate(json_: bool, **options: Any) -> None:
 @option(
     "--compress",
     is_flag=True,
-    help="Write Kaldi's compressed matrices, which lose precision (docs/reference/kaldi.md).",
+    help="Write Kaldi's compressed matrices, which lose precision (docs/how-to/decode-with-kaldi.md).",
 )
 @option("--compression-method", "method", type=Choice(["1", "2", "3", "5"]),
         help="With --compress: the method, as in Kaldi's copy-feats.  [default: 1]")  # fmt: skip
