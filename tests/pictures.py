@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 from xml.sax.saxutils import escape
 
 import torch
@@ -18,8 +19,12 @@ from distributed.threads import run_workers
 
 from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, Interval
 from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.signals import EXIT_DIVERGED, EXIT_KILLED, EXIT_RESUMABLE
 from ddnn.nn.convolution import Axis
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
+from ddnn.recipe.schema import WorkersConfig
+from ddnn.runs.run_status import State
+from ddnn.util.errors import UserError, exit_code
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs/images"
@@ -360,8 +365,44 @@ def convolution() -> str:
     return document(right + 5 * band.windows + 70, bottom + 64, parts)
 
 
+def life_cycle() -> str:
+    """The states of a run, and the exit codes with which it leaves one for another."""
+    places = {
+        "new": (10, 150, 110, ("no run dir yet",), GRAY),
+        "running": (265, 150, 170, ("epoch after epoch",), BLUE),
+        "restarted": (265, 20, 170, ("by the launcher",), GRAY),
+        "interrupted": (265, 290, 170, ("has a checkpoint",), ORANGE),
+        "finished": (610, 40, 160, ("final.safetensors",), BLUE),
+        "diverged": (610, 150, 160, ("or learned nothing",), ORANGE),
+        "failed": (610, 260, 160, ("status.json: why",), ORANGE),
+    }
+    assert set(places) == {*get_args(State), "new", "restarted"}
+    failed = f"{exit_code(RuntimeError())} (a bug), {UserError.exit_code}, {EXIT_KILLED}"
+    restarts = WorkersConfig.model_fields["max_restarts"].default
+    parts = [
+        part for name, (x, y, width, lines, color) in places.items() for part in box(x, y, width, (name, *lines), color)
+    ]
+    small = 'text-anchor="middle" font-size="12"'
+    parts += [
+        *(arrow(122, 175, 261, 175), text(192, 168, "ddnn train", small)),
+        *(arrow(437, 160, 606, 70), text(560, 84, "0", small)),
+        *(arrow(437, 175, 606, 175), text(520, 168, str(EXIT_DIVERGED), small)),
+        *(arrow(437, 190, 606, 285), text(490, 282, failed, small)),
+        *(arrow(310, 148, 310, 74), text(218, 105, "a worker is killed", small), text(218, 120, "or hangs", small)),
+        *(
+            arrow(390, 74, 390, 146),
+            text(460, 92, f"up to {restarts} times without", small),
+            text(460, 107, "a newer checkpoint", small),
+        ),
+        *(arrow(310, 202, 310, 286), text(240, 240, "a signal:", small), text(240, 255, str(EXIT_RESUMABLE), small)),
+        *(arrow(390, 286, 390, 206), text(430, 255, "--resume", small)),
+    ]
+    return document(780, 352, parts)
+
+
 PICTURES = {
     "pipeline.svg": pipeline,
+    "life-cycle.svg": life_cycle,
     "strategies.svg": strategies,
     "fsdd.svg": fsdd,
     "schedules.svg": schedules,
