@@ -25,3 +25,5 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     pages = {path.relative_to(ROOT).with_suffix(".html") for path in ROOT.glob("docs/**/*.md")}
     assert pages == {path.relative_to(tmp_path) for path in tmp_path.glob("docs/**/*.html")}
     assert "ddnn denlats" in (tmp_path / "docs/reference/commands.html").read_text()
+    formulas = (tmp_path / "docs/explanation/natural-gradient.html").read_text()
+    assert "<math" in formulas and 'src="http' not in formulas  # no script from elsewhere
