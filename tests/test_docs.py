@@ -19,6 +19,7 @@ import pytest
 import yaml
 from benchmark_plot import DRAWN, FIGURES, svg
 
+import ddnn
 from ddnn.recipe.keys import keys, sections
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
@@ -196,6 +197,49 @@ def test_figures_of_the_benchmarks_are_those_of_the_data() -> None:
     rounded = [round(medians[name], -2) for name in (names[0], names[2], "Kaldi nnet1 with OpenBLAS")]
     [row] = [line for line in readme.splitlines() if "440-4x512-616" in line and "frames/s" in line]
     assert [int(figure.replace(",", "")) for figure in re.findall(r"\d\d,\d\d\d", row)] == rounded
+
+
+def recorded(file: str, *steps: Any) -> Any:
+    """The figure to which the steps of docs/results/quoted.yaml lead."""
+    path = ROOT / file
+    if steps == ("count",):
+        return sum(recipe.name != "reproduce.yaml" for recipe in path.rglob("*.yaml"))
+    if path.is_dir():
+        frames = sum(map(len, ddnn.read_alignments(path).values()))
+        return frames if steps == ("frames",) else frames / 6000
+    if path.suffix == ".md":
+        row, column = steps
+        table = [cells(line.replace("**", "")) for line in path.read_text().splitlines() if line.startswith("|")]
+        head: list[str] = []
+        for line in table:
+            head = line if column in line else head
+            known = dict(zip(head, line, strict=False))
+            if all(known.get(name) == str(value) for name, value in row.items()):
+                return float(known[column].removesuffix(" %"))
+    value = json.loads(path.read_text())
+    for i, step in enumerate(steps):
+        if step == "ratio":
+            first, second = ([row for row in value if row["name"] == name] for name in steps[i + 1 :])
+            pairs = zip(first[0]["frames_per_second"], second[0]["frames_per_second"], strict=True)
+            return statistics.median(a / b for a, b in pairs)
+        if step == "mean":
+            keys, *rest = steps[i + 1 :]
+            return statistics.mean(recorded(file, *steps[:i], key, *rest) for key in keys)
+        value = next(row for row in value if step.items() <= row.items()) if isinstance(step, dict) else value[step]
+    return value
+
+
+QUOTED = yaml.safe_load((ROOT / "docs/results/quoted.yaml").read_text())
+
+
+@pytest.mark.parametrize("row", QUOTED, ids=lambda row: row["figure"])
+def test_figures_on_several_pages_are_those_of_their_record(row: dict[str, Any]) -> None:
+    value = row["value"] if "value" in row else recorded(*row["record"])
+    for page, quote in row["pages"].items():
+        text = " ".join((ROOT / page).read_text().split())
+        figure = quote["format"].format(value * quote["sign"] if "sign" in quote else value)
+        for phrase in quote["phrases"]:
+            assert phrase.replace("{}", figure) in text, f"{page}: {phrase.replace('{}', figure)}"
 
 
 def test_results_on_an4_are_the_means_of_their_seeds() -> None:
