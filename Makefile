@@ -130,7 +130,7 @@ mutants: setup-dev
 	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 docs: setup-dev
-	$(BIN)/python -m ddnn.recipe.keys > docs/reference/recipe.md
+	$(BIN)/python tests/reference.py
 	$(BIN)/python tests/benchmark_plot.py
 	PYTHONPATH=tests $(BIN)/python tests/pictures.py
 	$(BIN)/python tests/make_notebook.py

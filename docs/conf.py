@@ -1,12 +1,16 @@
 """The documentation site: `make docs` writes it to docs/_build. Sources are the Markdown pages of the whole project."""
 
+import re
 from functools import partial
 from importlib.metadata import version as version_of
+from typing import Any
 
-from docutils.nodes import Element, SkipNode
+from docutils.nodes import Element, Node, SkipNode, Text, document, literal, paragraph, reference
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
+
+from ddnn.recipe.keys import keys
 
 project = "ddnn"
 author = "the ddnn authors"
@@ -42,7 +46,47 @@ def formula(translator: HTML5Translator, node: Element, as_block: bool) -> None:
     raise SkipNode
 
 
+def add_sections(app: Sphinx, name: str, source: list[str]) -> None:
+    """The sidebar has the sections of a recipe below their page, in the order of its table."""
+    if name == "docs/reference/recipe":
+        pages = "\n".join(dict.fromkeys(re.findall(r"\]\((recipe/\w+)\.md", source[0])))
+        source[0] += f"\n```{{toctree}}\n:hidden:\n{pages}\n```\n"
+
+
+def show_as_written(app: Sphinx, context: Any, lines: list[str]) -> None:
+    """The examples of a command are code: the indented lines below "Examples:"."""
+    text = "\n".join(line.removeprefix("| ") for line in lines)
+    lines[:] = re.sub(r"^(Examples?:)$", r"\1:\n", text, flags=re.MULTILINE).split("\n")
+
+
+def link_mentions(app: Sphinx, tree: document, name: str) -> None:
+    """Links from keys of recipes in backticks, and from pages that texts for the terminal name: docs/...md. A word without a
+    dot and an underscore is a key only if it has a value: `seed: 2`."""
+    targets = {f"{page}.md": (page, "") for page in app.env.found_docs}
+    for page in app.env.found_docs:
+        if page.startswith("docs/reference/recipe/"):
+            slugs = app.env.metadata[page].get("myst_slugs", {}).values()
+            targets |= {key: (page, f"#{anchor}") for _, anchor, key in slugs if key in keys()}
+
+    def linked(word: str, node: Node) -> Node:
+        if word not in targets:
+            return node
+        page, anchor = targets[word]
+        return reference("", "", node, refuri=app.builder.get_relative_uri(name, page) + anchor, internal=True)
+
+    for text in list(tree.findall(paragraph)):
+        for part in list(text):
+            if isinstance(part, literal) and re.search(r"[._]|: ", part.astext()):
+                text.replace(part, linked(part.astext().partition(": ")[0], part))
+            elif isinstance(part, Text):
+                words = re.split(r"(?<![\w/])(docs/[\w/-]+\.md)", part)
+                text.replace(part, [linked(word, Text(word)) for word in words])
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_sections)
+    app.connect("sphinx-click-process-epilog", show_as_written)
+    app.connect("doctree-resolved", link_mentions)
     app.add_html_math_renderer(
         "mathml", (partial(formula, as_block=False), None), (partial(formula, as_block=True), None)
     )

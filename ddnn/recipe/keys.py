@@ -1,5 +1,5 @@
 """The keys of a recipe, by their dotted names, as read from the schema: what each expects, its default, its meaning;
-what the writer of an unknown one may have meant. `python -m ddnn.recipe.keys > docs/reference/recipe.md` writes their reference."""
+what the writer of an unknown one may have meant."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import yaml
 
 from ddnn.recipe.layers import LAYERS, TrainedLayerConfig
 from ddnn.recipe.schema import VARIANTS, Recipe
-from ddnn.recipe.source import format_value, shipped_fragments
-from ddnn.util.text import environment
+from ddnn.recipe.section import Section
+from ddnn.recipe.source import format_value
 
 REQUIRED = object()  # default of a key that has none
 
@@ -23,7 +23,8 @@ REQUIRED = object()  # default of a key that has none
 @dataclass(frozen=True)
 class KeyInfo:
     """One key: dotted `name`, what it `expects` in words, `default` (or REQUIRED), `meaning`, whether it `is_path`.
-    `variants` are those that have it, where it is in a section that has variants and not in all of them."""
+    `variants` are those that have it, where it is in a section that has variants and not in all of them. `examples` are
+    values in YAML, of keys for which `expects` does not say it all."""
 
     name: str
     expects: str
@@ -31,6 +32,7 @@ class KeyInfo:
     meaning: str
     is_path: bool
     variants: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
 
     def as_missing(self, name: str) -> str:
         """The problem that the key, `name` in messages, is not given."""
@@ -43,12 +45,12 @@ class KeyInfo:
 
 def sections() -> dict[str, str]:
     """Dotted names of the recipe's mappings, in schema order, with their meaning. The recipe itself is ""."""
-    return _walk()[0]
+    return _walk(Recipe)[0]
 
 
 def keys() -> dict[str, KeyInfo]:
     """All keys by dotted name, in schema order."""
-    return _walk()[1]
+    return keys_in(Recipe)
 
 
 def keys_of(section: str) -> list[str]:
@@ -61,7 +63,7 @@ def layer_keys() -> dict[str, dict[str, KeyInfo]]:
     kinds too."""
     by_kind = {}
     for kind, section in LAYERS.items():
-        _, keys = _walk_schema(section.model_json_schema())
+        keys = keys_in(section)
         order = sorted(
             section.model_fields,
             key=lambda name: (name != section.primary_key, name in TrainedLayerConfig.model_fields),
@@ -121,23 +123,15 @@ def suggest_mapping(name: str, value: Any, source: str) -> str:
     return f"; write {as_setting if source.startswith('--set') else as_line}"
 
 
-def recipe_reference() -> str:
-    """The text of docs/reference/recipe.md: how a recipe is read, an example, all keys."""
-    template = environment().get_template("recipe.md.j2")
-    fragments = shipped_fragments()
-    layers = {kind: (_unwrapped(section.__doc__ or ""), layer_keys()[kind]) for kind, section in LAYERS.items()}
-    values = {"keys": keys().values(), "sections": sections(), "layers": layers}
-    return template.render(values, fragments=fragments, REQUIRED=REQUIRED)
+def keys_in(section: type[Section]) -> dict[str, KeyInfo]:
+    """The keys of any section by name, in schema order."""
+    return _walk(section)[1]
 
 
 @cache
-def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
-    """The sections and keys of a recipe."""
-    return _walk_schema(Recipe.model_json_schema())
-
-
-def _walk_schema(schema: dict[str, Any]) -> tuple[dict[str, str], dict[str, KeyInfo]]:
-    """The sections and keys of a JSON schema."""
+def _walk(section: type[Section]) -> tuple[dict[str, str], dict[str, KeyInfo]]:
+    """A section and those below it with their meaning, and their keys."""
+    schema = section.model_json_schema()
     found_sections: dict[str, str] = {}
     found_keys: dict[str, KeyInfo] = {}
 
@@ -162,7 +156,9 @@ def _walk_schema(schema: dict[str, Any]) -> tuple[dict[str, str], dict[str, KeyI
                 expects = " or ".join(map(_expects, values))
                 if mappings:
                     expects += f", or a mapping of {', '.join(mappings[0]['properties'])}"
-                found_keys[dotted] = KeyInfo(dotted, expects, default, meaning, is_path, tuple(only))
+                found_keys[dotted] = KeyInfo(
+                    dotted, expects, default, meaning, is_path, tuple(only), tuple(field.get("examples", ()))
+                )
             if mappings:
                 visit(dotted, *mappings)
 
@@ -202,7 +198,3 @@ def _expects(kind: dict[str, Any]) -> str:
 
 def _number(limit: float) -> str:
     return "2^63" if limit == 2**63 else "a million" if limit == 1e6 else f"{limit:g}"
-
-
-if __name__ == "__main__":
-    print(recipe_reference(), end="")

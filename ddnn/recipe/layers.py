@@ -37,7 +37,7 @@ class LayerConfig(Section):
     _place: str = PrivateAttr("")
 
     repeat: Annotated[int, Field(ge=1, le=MAX_REPEATS)] = 1
-    """Number of such layers, one on top of the other, each counted as a layer."""
+    """Number of such layers, one on top of the other. Each of them counts as a layer."""
 
     @property
     def place(self) -> str:
@@ -94,11 +94,11 @@ class TrainedLayerConfig(LayerConfig):
     trained: ClassVar[bool] = True
 
     activation: Literal["sigmoid", "tanh", "relu", "prelu", "linear"] = "sigmoid"
-    """Activation. `prelu`: a ReLU whose slope for negative inputs is trained, unit by unit, from 0.25 on. `linear`: none."""
+    """Activation. `prelu`: a ReLU whose slope for negative inputs is trained for each unit, starting at 0.25. `linear`: none."""
     dropout: Fraction = 0.0
     """Fraction of the outputs that are set to 0 in training, drawn for each frame."""
     learn_rate_coef: NotNegative = 1.0
-    """Multiple of the learning rate for weights and biases."""
+    """Factor of the learning rate for weights and biases."""
 
     def describe(self) -> str:
         return super().describe() + (f" dropout {self.dropout:g}" if self.dropout else "")
@@ -113,7 +113,7 @@ class AffineLayerConfig(TrainedLayerConfig):
     units: Size
     """Number of units."""
     max_norm: NotNegative = 0.0
-    """Largest L2 norm of a unit's weights, to which longer ones are scaled down after each update. 0: none."""
+    """Largest L2 norm of a unit's weights; larger ones are scaled down to it after each update. 0: no limit."""
 
     @property
     def rbm_units(self) -> int:  # type: ignore[override]
@@ -146,9 +146,9 @@ class ConvLayerConfig(TrainedLayerConfig):
 
     filters: Size
     """Number of filters."""
-    patch: SizeOrBoth
-    """Bands that a filter reads at once, of all frames and deltas, or of all filters below. A mapping of `time` and `bands`
-    makes it move along both: over frames, or over the rows of an image, this many at once."""
+    patch: SizeOrBoth = Field(examples=["{time: 3, bands: 8}"])
+    """Number of neighboring bands that a filter reads, in all frames and deltas, or in all filters of the convolution below.
+    With a mapping, the filter moves along time (frames, or the rows of an image), too, and reads this many of each."""
     step: SizeOrBoth = 1
     """Bands from one patch to the next. For a patch over both axes: a mapping, or one number for both."""
     dilation: Size = 1
@@ -160,12 +160,12 @@ class ConvLayerConfig(TrainedLayerConfig):
     pool_kind: Literal["max", "average"] = "max"
     """What a pool computes from the outputs of a filter."""
     layout: Literal["frequency", "kaldi"] = "frequency"
-    """On top of another convolution: `frequency` moves along frequency. `kaldi` reads the same values as make_cnn_proto.py
-    does, as if they were ordered filter by filter, so a patch mostly covers different filters."""
+    """How a convolution reads the one below. `frequency`: along frequency. `kaldi`: the same values as make_cnn_proto.py, as if
+    they were ordered filter by filter, so that a patch mostly covers different filters."""
     scale_and_shift: bool = True
-    """Whether each output is multiplied and shifted by a trained number before the activation (Rescale, AddShift)."""
+    """Whether each output is scaled and shifted by trained numbers before the activation (Kaldi's Rescale and AddShift)."""
     max_norm: NotNegative | None = None
-    """Largest L2 norm of a filter, to which longer ones are scaled down after each update. 0: none. Default: 30 for the
+    """Largest L2 norm of a filter; a larger one is scaled down to it after each update. 0: no limit. Default: 30 for the
     first convolution, 50 for others."""
     weight_stddev: NotNegative | None = None
     """Standard deviation of the initial filters. Default: 0.02 for the first convolution, 0.1 for others; with `relu` and
@@ -197,7 +197,7 @@ class PoolLayerConfig(LayerConfig):
     primary_key: ClassVar[str] = "size"
 
     size: SizeOrBoth
-    """Patches in a pool. For patches over time and bands: a mapping, or one number for both."""
+    """Patches in a pool. For patches over both axes: a mapping, or one number for both."""
     step: SizeOrBoth | None = None
     """Patches from one pool to the next, at most `size`. Default: `size`."""
     kind: Literal["max", "average"] = "max"
@@ -205,17 +205,17 @@ class PoolLayerConfig(LayerConfig):
 
 
 class ScaleAndShiftLayerConfig(LayerConfig):
-    """Each column is multiplied, then shifted by a trained number (Rescale, AddShift)."""
+    """Each column is multiplied by a trained number, and another is added to it (Kaldi's Rescale and AddShift)."""
 
     name: ClassVar[str] = "scale-and-shift"
     trained: ClassVar[bool] = True
 
     learn_rate_coef: NotNegative = 1.0
-    """Multiple of the learning rate."""
+    """Factor of the learning rate."""
 
 
 class DropoutLayerConfig(LayerConfig):
-    """Sets inputs to 0 in training, drawn for each frame."""
+    """In training, sets a random choice of the inputs to 0, another one for each frame."""
 
     name: ClassVar[str] = "dropout"
     primary_key: ClassVar[str] = "rate"
@@ -231,7 +231,7 @@ class ActivationLayerConfig(LayerConfig):
     primary_key: ClassVar[str] = "activation"
 
     activation: Literal["sigmoid", "tanh", "relu", "prelu"]
-    """Activation, as in other layers."""
+    """Activation, as in `affine` and `conv`."""
 
     @property
     def trained(self) -> bool:  # type: ignore[override]
@@ -242,9 +242,9 @@ class ActivationLayerConfig(LayerConfig):
 
 
 class StoredLayerConfig(LayerConfig):
-    """A layer as model files have it, any of ddnn or of your own: `{kind: length-norm}`. Its `width` or `in_features` may be
-    omitted: it is that of the layer below. Layers of the network of `init.model` that no recipe describes are written so
-    into the run dir's recipe."""
+    """A layer as model files describe it, one of ddnn's or your own: `{kind: length-norm}`. Its `width` or `in_features` may be
+    omitted: it is that of the layer below. If the network of `init.model` has layers that no other kind describes, the run
+    dir's recipe has them in this form."""
 
     name: ClassVar[str] = "stored"
     primary_key: ClassVar[str] = "config"

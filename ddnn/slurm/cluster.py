@@ -98,7 +98,7 @@ class ClusterConfig(Section):
     """Settings of a cluster. Options of the command line win; what neither gives has Slurm's own defaults."""
 
     partition: Word | None = None
-    """Partition, or several with commas between."""
+    """Partition, or several separated by commas."""
     account: Word | None = None
     """Account to charge."""
     qos: Word | None = None
@@ -108,33 +108,32 @@ class ClusterConfig(Section):
     time: TimeLimit | None = None
     """Time limit: minutes, HOURS:MM:SS, or DAYS-HOURS."""
     nodes: Count | None = None
-    """Number of nodes; ignored if the command line has --workers."""
+    """Number of nodes; ignored if `--workers` is given."""
     workers_per_node: Count | None = None
-    """Workers on each node. Where it is not given: one for each GPU."""
+    """Workers on each node. Default: one for each GPU."""
     gpus_per_node: Annotated[int, Field(ge=0)] | None = None
-    """GPUs on each node; 0 or not given: workers compute on CPU cores."""
+    """GPUs on each node. Default: 0, and workers compute on CPU cores."""
     gpu_type: Word | None = None
-    """Type of GPU, as `sinfo -o %G` names it: gpu:TYPE:4."""
+    """Type of GPU: the TYPE of `gpu:TYPE:4` in the output of `sinfo -o %G`."""
     cpus_per_worker: Count = 1
     """CPU cores of each worker, at least `parallel.cpu_threads` of the recipe."""
     mem: Memory | None = None
-    """Memory on each node: 64G; 0 is all of it."""
+    """Memory on each node, in K, M (also without a letter), G or T: 64G. 0: all of it."""
     launcher: Literal["mpirun", "srun"] = "mpirun"
-    """Who starts the workers: mpirun, by ddnn itself; or `srun --mpi=pmix`."""
+    """What starts the workers: `mpirun`, which ddnn runs itself, or `srun` (with `--mpi=pmix`)."""
     requeue: bool = True
-    """Whether the job is requeued, to resume, after Slurm's signal, the failure of a node, or preemption."""
+    """Whether the job is requeued, and then resumes, after Slurm's signal, a node failure or preemption."""
     signal_seconds: Annotated[int, Field(ge=0, le=65535)] = 120
-    """Seconds before the time limit at which Slurm asks for a checkpoint: time for a block of minibatches and the
-    writing. Slurm may be a minute early. 0: it does not ask."""
+    """Seconds before the time limit at which Slurm asks for a checkpoint. They must suffice for the minibatches up to the next
+    averaging step and for writing it. Slurm may be a minute early. 0: it does not ask."""
     options: list[Annotated[str, AfterValidator(check_sbatch_option)]] = Field(default_factory=list)
-    """Further options of sbatch, one text each, as written: --exclusive, --mail-type=END."""
+    """Further options of sbatch, each as you would write it on the command line."""
     setup: list[Line] = Field(default_factory=list)
-    """Lines of shell that run in the job before the training, as you wrote them: module load, activation of an
-    environment. The first that fails ends the job."""
+    """Lines of shell that run in the job before the training, exactly as written. The first that fails ends the job."""
     container: list[Annotated[Line, Text]] = Field(default_factory=list)
-    """Words before the command of each worker, so that it runs in a container: [apptainer, exec, --nv, ddnn.sif]; with
-    Pyxis, options of srun: [--container-image=ddnn.sqsh]. The `python3` of the container runs ddnn; needs `launcher:
-    srun`."""
+    """Words put before the command of each worker, so that it runs in a container: `[apptainer, exec, --nv, ddnn.sif]`. With
+    Pyxis, options of srun: `[--container-image=ddnn.sqsh]`. The `python3` of the container runs ddnn. Needs `launcher: srun`.
+    See docs/how-to/containers.md."""
     environment: dict[VariableName, Annotated[Line, Text]] = Field(default_factory=dict)
     """Environment variables of the job, set after `setup`."""
 
@@ -145,7 +144,7 @@ def load_cluster(name_or_file: str) -> ClusterConfig:
     path = find_cluster(name_or_file)
     tree = read_yaml(path)
     tree.values = {name: value for name, value in tree.values.items() if value is not None}
-    return validate(ClusterConfig, tree, path, error=UserError, hint="docs/how-to/cluster.md describes all keys")
+    return validate(ClusterConfig, tree, path, error=UserError, hint="docs/reference/cluster.md describes all keys")
 
 
 def find_cluster(name_or_file: str) -> Path:
@@ -160,7 +159,7 @@ def find_cluster(name_or_file: str) -> Path:
                 return folder / f"{name_or_file}.yaml"
     known = ", ".join(sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})) or "none"
     message = f"there is neither a file {name_or_file} nor settings of that name; there are {known}"
-    hint = "name one of these, or a file of your own: docs/how-to/cluster.md has all keys"
+    hint = "name one of these, or a file of your own: docs/reference/cluster.md has all keys"
     raise UserError(message, location="--cluster", hint=hint)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -230,9 +231,9 @@ def test_a_key_that_was_removed_is_accepted_without_effect(tmp_path: Path) -> No
 
 
 def test_every_kind_has_its_keys_in_the_reference() -> None:
-    text = Path("docs/reference/recipe.md").read_text()
+    text = Path("docs/reference/recipe/layers.md").read_text()
     for kind, section in LAYERS.items():
-        part = text.partition(f"\n### `{kind}`\n")[2].partition("\n### ")[0]
-        rows = [line.split("`")[1] for line in part.split("\n") if line.startswith("| `")]
-        assert sorted(rows) == sorted(section.model_fields)
-        assert rows[0] == (section.primary_key or rows[0])
+        part = text.partition(f"\n## `{kind}`\n")[2].partition("\n## ")[0]
+        names = re.findall(rf"^### `{kind}\.(\w+)`$", part, re.MULTILINE)
+        assert sorted(names) == sorted(section.model_fields)
+        assert names[0] == (section.primary_key or names[0])

@@ -27,14 +27,11 @@ def test_shipped_settings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     load_cluster("all.yaml")
 
 
-def test_every_key_is_in_the_gpu_example_and_the_docs() -> None:
+def test_every_key_is_in_the_gpu_example() -> None:
     example = (configs_folder() / "cluster" / "gpu.yaml").read_text()
-    docs = (Path(__file__).parents[2] / "docs" / "how-to" / "cluster.md").read_text()
     assert len(ClusterConfig.model_fields) > 8
-    for key, field in ClusterConfig.model_fields.items():
+    for key in ClusterConfig.model_fields:
         assert re.search(rf"^(# )?{key}:", example, re.MULTILINE), key
-        assert f"| `{key}` |" in docs, key
-        assert " ".join((field.description or "").split()) in docs, key
 
 
 def test_they_are_no_fragments_of_recipes() -> None:
