@@ -68,19 +68,20 @@ def link_mentions(app: Sphinx, tree: document, name: str) -> None:
             slugs = app.env.metadata[page].get("myst_slugs", {}).values()
             targets |= {key: (page, f"#{anchor}") for _, anchor, key in slugs if key in keys()}
 
-    def linked(word: str, node: Node) -> Node:
-        if word not in targets:
+    def linked(word: str, node: Node, own: list[str]) -> Node:
+        page, anchor = targets.get(word, ("", ""))
+        if not page or anchor[1:] in own:  # a key's own text
             return node
-        page, anchor = targets[word]
         return reference("", "", node, refuri=app.builder.get_relative_uri(name, page) + anchor, internal=True)
 
     for text in list(tree.findall(paragraph)):
+        own = text.parent.get("ids", [])
         for part in list(text):
             if isinstance(part, literal) and re.search(r"[._]|: ", part.astext()):
-                text.replace(part, linked(part.astext().partition(": ")[0], part))
+                text.replace(part, linked(part.astext().partition(": ")[0], part, own))
             elif isinstance(part, Text):
                 words = re.split(r"(?<![\w/])(docs/[\w/-]+\.md)", part)
-                text.replace(part, [linked(word, Text(word)) for word in words])
+                text.replace(part, [linked(word, Text(word), own) for word in words])
 
 
 def setup(app: Sphinx) -> None:

@@ -53,4 +53,5 @@ def test_keys_and_pages_that_are_mentioned_are_links(site: tuple[Path, subproces
     commands, parallel, key = ((site[0] / f"docs/{name}.html").read_text() for name in names)
     assert re.search(r'href="\.\./how-to/([\w-]+)\.html">docs/how-to/\1\.md</a>', commands)
     assert 'href="../reference/recipe/parallel.html#parallel-averaging-period"><code' in parallel
+    assert 'class="reference internal" href="schedule.html"><code' in key  # in the sidebar
     assert 'href="#optimizer-update-period"><code' in key and '<section id="optimizer-update-period">' in key
