@@ -57,7 +57,7 @@ def tidy(axes: Axes, title: str, x: str, y: str) -> None:
     """Title, labels of the axes with their units, a faint grid behind the curves."""
     axes.set_title(title, fontsize=11)
     axes.set(xlabel=x, ylabel=y, axisbelow=True)
-    axes.grid(True, color="0.88", linewidth=0.8)
+    axes.grid(True, color="0.5", alpha=0.25, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -79,7 +79,7 @@ def speed_up_panels(figure: Plot, sizes: Sequence[int], ticks: Sequence[int], id
 
 
 def plot_speed_up(
-    panels: tuple[Axes, Axes], workers: Sequence[int], speed_ups: Sequence[float], line: str, **style: Any
+    panels: tuple[Axes, Axes], workers: Sequence[int], speed_ups: Sequence[float], line: Any, **style: Any
 ) -> None:
     """A curve in the first panel, and divided by the workers in the second."""
     efficiencies = [100.0 * s / n for s, n in zip(speed_ups, workers, strict=True)]
@@ -140,39 +140,63 @@ def outlier_limit(curves: Iterable[Points], factor: float) -> float:
 
 
 def clip_outliers(axes: Axes, curves: Iterable[Points], factor: float) -> None:
-    """Ends an axis at the `outlier_limit`."""
+    """Ends an axis at the `outlier_limit`; a marker within it is drawn as a whole, one beyond it not at all."""
     if axes.dataLim.y1 > (limit := outlier_limit(curves, factor)) > axes.dataLim.y0:
         axes.dataLim.intervaly = (axes.dataLim.y0, limit)
+    for line in axes.lines:
+        line.set_markevery((np.asarray(line.get_ydata(), np.float64) <= limit).tolist())
 
 
 def draw_learning(runs: Sequence[Run], path: Path) -> Path:
-    """The objective's figures in cross-validation, those of training as thin lines, and the applied learning rate against
-    epochs and against time; rejected epochs are hollow. Values far above those of the other runs are outside the axes."""
+    """The objective's figures in cross-validation, and those of training as thin lines, against epochs and against time, and
+    the applied learning rate; rejected epochs are hollow. Values far above those of the other runs are outside the axes."""
     plot = new_figure(11, 10)
     names = panel_names(runs)
     panels = plot.subplots(len(names), 2, sharey="row", sharex="col")
     for pair, name in zip(panels, names, strict=True):
         for column, (axes, against) in enumerate(zip(pair, ("epoch", "training time (seconds)"), strict=True)):
+            if (name, column) == (RATE, 1):
+                continue
             curves = []
             for number, run in enumerate(runs):
                 cv, train = (learning_points(run, rows, name) for rows in (run.metrics.cv, run.metrics.train))
                 xy, (color, marker, line) = [column, 2], style(number)
-                curve(axes, cv[:, xy], number, run.name)
-                rejected = cv[cv[:, 3] == 0.0][:, xy]
-                axes.plot(*rejected.T, marker, color=color, markerfacecolor="white", markersize=5)
-                axes.plot(*train[:, xy].T, line, color=color, linewidth=0.8, alpha=0.7)
-                curves.append(cv[:, 2])
+                if name == RATE:  # that of a whole epoch
+                    axes.step(*np.vstack([train[:1] * [0, 0, 1, 1], train])[:, xy].T, line, color=color, linewidth=1.6)
+                else:
+                    curve(axes, cv[:, xy], number, run.name)
+                    rejected = cv[cv[:, 3] == 0.0][:, xy]
+                    axes.plot(*rejected.T, marker, color=color, markerfacecolor="white", markersize=5)
+                    axes.plot(*train[:, xy].T, line, color=color, linewidth=0.8, alpha=0.7)
+                curves.append(train[:, 2] if name == RATE else cv[:, 2])
             clip_outliers(axes, curves, OUTLIERS[name])
             tidy(axes, LABELS[name].partition(" (")[0].capitalize(), against, LABELS[name])
             axes.label_outer()
-    panels[-1][0].set_yscale("log")
-    panels[-1][0].locator_params(axis="x", integer=True)
-    for axes in panels[-1]:
-        axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
-    shown = "markers: cross-validation (epoch 0: before training), hollow: epoch rejected by the schedule"
-    plot.suptitle(f"{shown}, thin lines: training", fontsize=10, color="0.25")
+        if name != RATE and FIGURES[name].percent:
+            pair[0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    last, unused = panels[-1]
+    last.set_yscale("log")
+    last.locator_params(axis="x", integer=True)
+    last.set_xlim(left=-0.02 * last.get_xlim()[1])
+    panels[-2][1].set_xlim(left=-0.02 * panels[-2][1].get_xlim()[1])
+    panels[-2][1].set_xlabel("training time (seconds)")
+    panels[-2][1].tick_params(labelbottom=True)
+    _name_lines(unused)
     legend_below(plot, panels[0][0])
     return save(plot, path)
+
+
+def _name_lines(axes: Axes) -> None:
+    """Turns a panel into what the lines of the others are."""
+    for name, line, marker, face in (
+        ("cross-validation (epoch 0: before training)", "-", "o", "0.4"),
+        ("epoch that the schedule rejected", "none", "o", "white"),
+        ("training, while the parameters changed", "-", "none", "0.4"),
+    ):
+        width = 0.8 if marker == "none" else 1.6
+        axes.plot([], [], color="0.4", linestyle=line, linewidth=width, marker=marker, markerfacecolor=face, label=name)
+    axes.legend(loc="center", frameon=False)
+    axes.set_axis_off()
 
 
 def panel_names(runs: Sequence[Run]) -> list[str]:
@@ -211,9 +235,14 @@ def draw_time(runs: Sequence[Run], path: Path) -> Path:
     plot = new_figure(11, max(2.8, 1.5 + 0.42 * min(len(bars), MAX_NAMED_BARS)))
     axes = plot.subplots()
     for name, width, left in zip(SHARE_COLORS, widths, widths.cumsum(axis=0) - widths, strict=True):
+        if not width.any():
+            continue
         drawn = axes.barh(range(len(bars)), width, 0.72 if few else 1.0, left, color=SHARE_COLORS[name], label=name)
         if few:  # numbers where there is room for them
-            axes.bar_label(drawn, fmt=lambda value: f"{value:.1f}" if value >= 4.0 else "", label_type="center")
+            text = "white" if name == "compute" else "black"
+            axes.bar_label(
+                drawn, fmt=lambda value: f"{value:.1f}" if value >= 4.0 else "", label_type="center", color=text
+            )
     tidy(axes, "Time of the workers (wait: for other workers)", "fraction of the training time (%)", "")
     axes.set_yticks(range(len(bars)), list(map(label, bars))) if few else axes.set_yticks([])
     axes.invert_yaxis()

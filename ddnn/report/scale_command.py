@@ -279,8 +279,11 @@ def draw_scaling(scaling: Scaling, path: Path) -> Path:
     sizes = sorted(shown.union(powers))
     panels = speed_up_panels(figure, sizes, powers[:: 1 + len(powers) // 12], "ideal: proportional to the workers")
     colors = dict(zip(dict.fromkeys(scheme.strategy for scheme in SAME_COST), COLORS, strict=False))
+    overlapped = [scheme for scheme in SAME_COST if scheme.overlap]
     for scheme, name in SAME_COST.items():
-        speed_ups, line = [scaling.speed_up(scheme, n) for n in sizes], "--" if scheme.overlap else "-"
+        speed_ups = [scaling.speed_up(scheme, n) for n in sizes]
+        # Dashes in turn, since with overlap strategies often cost the same.
+        line = (6 * overlapped.index(scheme), (4, 6 * len(overlapped) - 4)) if scheme.overlap else "-"
         plot_speed_up(
             panels, sizes, speed_ups, line, color=colors[scheme.strategy], linewidth=1.8, label=f"model: {name}"
         )

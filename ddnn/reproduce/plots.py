@@ -1,21 +1,54 @@
-"""The plots of `ddnn reproduce`: accuracies with the spread of the seeds, learning curves, speed-ups."""
+"""The plots of `ddnn reproduce`, as SVG whose texts are text: all hypotheses, accuracies with the spread of the seeds,
+learning curves, speed-ups."""
 
 from __future__ import annotations
 
+import io
+import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import nan
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddnn.report.figures import label, legend_below, new_figure, plot_speed_up, save, speed_up_panels, style, tidy
+from ddnn.report.figures import (
+    COLORS,
+    MARKERS,
+    label,
+    legend_below,
+    new_figure,
+    plot_speed_up,
+    speed_up_panels,
+    style,
+    tidy,
+)
+from ddnn.reproduce.comparison import HypothesisResult, VerdictName
 from ddnn.reproduce.entries import SpeedUp, TableEntry, main_accuracy
 from ddnn.reproduce.runs import CV_ACCURACY, WER
 from ddnn.reproduce.tables import ReproduceConfig, Table
+from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.text import plural
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Plot
+
+FOREST = "summary.svg"
+VERDICT_COLORS: dict[VerdictName, str] = {
+    "confirmed": COLORS[2],
+    "contradicted": COLORS[1],
+    "not tested": "#888888",
+    "not comparable": "#888888",
+}
+UNDECIDED = COLORS[0]  # of any other verdict
+DARK = (
+    "svg{color:#1f2328;--back:#fff}svg text{fill:currentColor}"
+    "@media(prefers-color-scheme:dark){svg{color:#e6edf3;--back:#0d1117;filter:brightness(1.3)}}"
+)
+"""What makes an SVG file readable on a dark page; the colors are those of page.css."""
 WIDTH = 11.0
 LINES = {
     "measured": ("-", "measured"),
@@ -28,17 +61,73 @@ LINES = {
 def table_pictures(
     config: ReproduceConfig, table: Table, entries: list[TableEntry], metrics: list[str], speeds: list[SpeedUp]
 ) -> Mapping[str, Callable[[Path], Path]]:
-    """The plots of a table, as far as there are figures for them: names of PNG files, and what draws them to a path."""
+    """The plots of a table, as far as there are figures for them: names of SVG files, and what draws them to a path."""
     title, pictures = f"{config.name}, {table.name}: {table.title}", {}
     if table.kind == "speed":
-        return {f"{table.name}-speed.png": partial(draw_speed_ups, title, speeds)} if speeds else {}
+        return {f"{table.name}-speed.svg": partial(draw_speed_ups, title, speeds)} if speeds else {}
     shown = [main_accuracy(metrics), next((metric for metric in metrics if metric.endswith(WER)), None)]
     if panels := list(filter(None, shown)):
-        pictures[f"{table.name}.png"] = partial(draw_accuracies, title, entries, panels)
+        pictures[f"{table.name}.svg"] = partial(draw_accuracies, title, entries, panels)
     ends = [entry for entry in entries if entry.workers in (1, config.max_workers)]
     if any(run.cv_by_epoch for entry in ends for run in entry.valid):
-        pictures[f"{table.name}-learning.png"] = partial(draw_learning, title, ends)
+        pictures[f"{table.name}-learning.svg"] = partial(draw_learning, title, ends)
     return pictures
+
+
+def save_svg(figure: Plot, path: Path) -> Path:
+    """Writes an SVG, the same of the same figures: transparent, black is the text's color and white that of the page.
+    UserError: it cannot be written."""
+    import matplotlib
+
+    ensure_directory(path.parent)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ddnn"}):
+        figure.savefig(drawn := io.StringIO(), format="svg", transparent=True)
+    text = re.sub("^.*?(?=<svg)|<metadata>.*?</metadata>", "", drawn.getvalue(), flags=re.DOTALL)
+    text = text.replace("#000000", "currentColor").replace("#ffffff", "var(--back)")
+    write_text(path, text.replace(">", f"><style>{DARK}</style>", 1))
+    return path
+
+
+def draw_forest(results: Sequence[HypothesisResult], path: Path) -> Path:
+    """A row for each hypothesis: the differences with their 95 % intervals, by the accuracies and word error rates that its
+    verdict is from, and the verdict, which colors them."""
+    from matplotlib.ticker import FixedLocator
+
+    metrics = list(dict.fromkeys(by.metric for result in results for by in result.metrics if by.interval))
+    metrics = [metric for metric in metrics if metric != CV_ACCURACY] or metrics
+    figure = new_figure(WIDTH, 1.3 + 0.52 * len(results))
+    axes = figure.subplots()
+    for row, result in enumerate(results):
+        color = VERDICT_COLORS.get(result.verdict, UNDECIDED)
+        for by in result.metrics:
+            if by.interval and by.difference is not None and by.metric in metrics:
+                number = metrics.index(by.metric)
+                y = row + 0.22 * (number - (len(metrics) - 1) / 2)
+                axes.hlines(y, *by.interval, color=color, linewidth=2.2 if number == 0 else 1.2)
+                axes.plot(by.difference, y, MARKERS[number], color=color, markersize=7 if number == 0 else 4.5)
+        place, gid = axes.get_yaxis_transform(), f"verdict-{row}"
+        axes.text(1.03, row, textwrap.fill(result.verdict, 24), transform=place, va="center", weight="bold", gid=gid)
+    for number, metric in enumerate(metrics):
+        axes.plot([], [], MARKERS[number], color="0.5", markersize=7 if number == 0 else 4.5, label=metric)
+    axes.axvline(0.0, color="black", linewidth=0.8)
+    tidy(
+        axes,
+        "opposite  \N{LEFTWARDS ARROW}   \N{RIGHTWARDS ARROW}  as expected",
+        "difference (percentage points; logarithmic beyond \N{PLUS-MINUS SIGN}1)",
+        "",
+    )
+    axes.set_xscale("symlog", linthresh=1.0)
+    ticks = [sign * tick for sign in (-1, 1) for tick in (0, 0.5, 1, 2, 5, 10, 20, 50)]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:+g}" if x else "0")
+    axes.set_ylim(len(results) - 0.5, -0.5)  # the first above
+    statements = [textwrap.fill(f"{r.table.name}: {r.hypothesis.statement}", 56) for r in results]
+    axes.set_yticks(range(len(results)), statements, ha="left")
+    axes.tick_params("y", length=0, pad=335)
+    axes.grid(False, axis="y")
+    axes.spines["left"].set_visible(False)
+    legend_below(figure, axes)
+    return save_svg(figure, path)
 
 
 def draw_accuracies(title: str, entries: Sequence[TableEntry], metrics: Sequence[str], path: Path) -> Path:
@@ -60,7 +149,7 @@ def draw_accuracies(title: str, entries: Sequence[TableEntry], metrics: Sequence
     panels[0].set_yticks(range(len(entries)), names)
     panels[0].set_ylim(len(entries) - 0.5, -0.5)  # the first above
     figure.suptitle(f"{title} (large: mean over the seeds; dots: seeds; bar: lowest to highest)", fontsize=12)
-    return save(figure, path)
+    return save_svg(figure, path)
 
 
 def draw_learning(title: str, entries: Sequence[TableEntry], path: Path) -> Path:
@@ -82,13 +171,13 @@ def draw_learning(title: str, entries: Sequence[TableEntry], path: Path) -> Path
             axes.plot(epochs, values.mean(axis=1), line, **looks)
             axes.fill_between(epochs, values.min(axis=1), values.max(axis=1), color=color, alpha=0.15, linewidth=0)
     figure.suptitle(f"{title}: learning curves (mean over the seeds; band: lowest to highest)", fontsize=12)
-    legend_below(figure, panels[0])
-    return save(figure, path)
+    legend_below(figure, max(panels, key=lambda axes: len(axes.lines)))
+    return save_svg(figure, path)
 
 
 def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
     """Speed-up against workers, both logarithmic, and efficiency: the ideal, ours (measured or predicted), the paper's
-    dashed."""
+    dashed. Only what was measured has full markers."""
     conditions = list(dict.fromkeys(speed["label"] for speed in speeds))
     figure = new_figure(WIDTH, 5.6)
     powers = [2**q for q in range(max(speed["workers"] for speed in speeds).bit_length())]
@@ -99,9 +188,9 @@ def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
             points = sorted((speed["workers"], speed["speed_up"]) for speed in own)
             if points and points[-1][0] > 1:
                 color, marker, _ = style(number)
-                looks = {"color": color, "marker": marker, "markerfacecolor": "white" if kind == "paper" else color}
+                looks = {"color": color, "marker": marker, "markerfacecolor": color if kind == "measured" else "white"}
                 workers, values = zip(*points, strict=True)
                 plot_speed_up(panels, workers, values, line, **looks, label=f"{condition}: {name}")
     figure.suptitle(title, fontsize=12)
     legend_below(figure, panels[0])
-    return save(figure, path)
+    return save_svg(figure, path)

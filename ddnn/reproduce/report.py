@@ -1,10 +1,9 @@
-"""The report of `ddnn reproduce`: Markdown, the same as HTML, PNG files, JSON. Its text is in
+"""The report of `ddnn reproduce`: Markdown, the same as HTML, SVG files, JSON. Its text is in
 ddnn/templates/reproduce.md.j2."""
 
 from __future__ import annotations
 
 import re
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any, get_args
-from urllib.parse import quote
+from urllib.parse import unquote
 
 from ddnn.reproduce.comparison import VerdictName, compare, degradations
 from ddnn.reproduce.entries import TableEntry, fit_shared_times, metrics_of, overloaded_runs, speed_ups, table_entries
-from ddnn.reproduce.plots import table_pictures
+from ddnn.reproduce.plots import FOREST, UNDECIDED, VERDICT_COLORS, draw_forest, table_pictures
 from ddnn.reproduce.runs import RunRecord
 from ddnn.reproduce.tables import Hypothesis, ReproduceConfig, Table, paper
 from ddnn.util.files import ensure_directory, write_text
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     import jinja2
 
 FEW = 2  # tables that the title names
+FOLDED = ("Method", "Runs")  # sections of the page
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,32 @@ class Report:
         text = report_templates().get_template("reproduce.md.j2").render(**self.context, folder=folder)
         return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
-    def html(self, folder: str, images: Mapping[str, bytes]) -> str:
-        """The Markdown as a page that needs no other file. `images`: PNG files by name."""
+    def html(self, folder: str, images: Mapping[str, str]) -> str:
+        """The Markdown as a page that needs no other file. `images`: SVG by file name."""
         from markdown_it import MarkdownIt
         from markupsafe import Markup
 
         headings = {}
 
-        def with_anchor(heading: re.Match[str]) -> str:
-            title = Markup(heading[1]).striptags()
+        def section(html: re.Match[str]) -> str:
+            title = Markup(html[1]).striptags()
             anchor = re.sub(r"[^a-z0-9]+", "-", title.lower())
             headings[anchor] = title
-            return f'<h2 id="{anchor}">{heading[1]}</h2>'
+            heading = f'<h2 id="{anchor}">{html[1]}</h2>'
+            return f"<details><summary>{heading}</summary>{html[2]}</details>" if title in FOLDED else heading + html[2]
 
+        def picture(html: re.Match[str]) -> str:
+            drawn = images.get(unquote(html[1]).rpartition("/")[2], "")
+            return f'<div class="plot" role="img" aria-label="{html[2]}" tabindex="0">{drawn}</div>'
+
+        def verdict(html: re.Match[str]) -> str:
+            return f'{html[1]}<b style="--hue: {hues[html[2]]}">{html[2]}</b>'
+
+        hues: dict[str, str] = {name: VERDICT_COLORS.get(name, UNDECIDED) for name in get_args(VerdictName)}
         parser = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
-        body = re.sub("<h2>(.*?)</h2>", with_anchor, parser.render(self.markdown(folder)))
-        for name, image in images.items():
-            data = f"data:image/png;base64,{b64encode(image).decode()}"
-            body = body.replace(f'src="{quote(folder)}/{name}"', f'src="{data}"')
+        body = re.sub(f"(<td>|Here: )({'|'.join(hues)})", verdict, parser.render(self.markdown(folder)))
+        body = re.sub("<h2>(.*?)</h2>(.*?)(?=<h2>|$)", section, body, flags=re.DOTALL)
+        body = re.sub('<p><img src="([^"]*)" alt="([^"]*)"></p>', picture, body)
         page = environment(html=True).get_template("page.html.j2")
         return page.render(title=self.context["title"], headings=headings, body=Markup(body))
 
@@ -67,7 +75,7 @@ class Report:
         UserError: a file cannot be written, or matplotlib is missing."""
         ensure_directory(path.parent)
         drawn = [draw(path / name) for name, draw in self.pictures.items()]
-        page = self.html(path.name, {plot.name: plot.read_bytes() for plot in drawn})
+        page = self.html(path.name, {plot.name: plot.read_text() for plot in drawn})
         files = {path.parent / f"{path.name}.md": self.markdown(path.name), path.parent / f"{path.name}.html": page}
         for file, text in files.items():
             write_text(file, text)
@@ -92,6 +100,7 @@ def build_report(
 ) -> Report:
     """The report on these tables, which `command` writes, from the records of runs by their names; the names of missing
     ones are shown as missing."""
+    tables = [config.labeled(table) for table in tables]
     entries: dict[tuple[str, int], TableEntry] = {}
     sections, pictures = list[dict[str, Any]](), dict[str, Callable[[Path], Path]]()
     for table in tables:
@@ -107,6 +116,7 @@ def build_report(
         sections.append({**section, "hypotheses": hypotheses})
         pictures |= drawn
     results = [result for section in sections for result in section["hypotheses"]]
+    pictures |= {FOREST: partial(draw_forest, results)} if results else {}
     losses = degradations(config, entries.values(), records)
     counts = Counter(result.verdict for result in results)
     verdicts = {name: counts[name] for name in get_args(VerdictName) if counts[name]}

@@ -160,6 +160,7 @@ class ReproduceConfig(Section):
     """Relative to this file; with `{workers}` if each size has a recipe of its own."""
     dbn_recipe: str = "tables/base.yaml"  # trains the RBMs; the runs of a seed share one DBN
     aliases: dict[Name, Name] = Field({})  # condition -> the one that it equals here, whose runs it shares
+    labels: dict[Name, str] = Field({})  # condition -> its label, if the corpus decides what it is
     seeds: Annotated[tuple[NotNegativeCount, ...], Field(min_length=1)] = (1, 2, 3)
     workers: tuple[Annotated[Count, Field(le=10_000)], ...]  # smallest first
     max_workers: Annotated[int, Field(ge=2, le=10_000)]  # of tables that compare one worker with many
@@ -176,6 +177,13 @@ class ReproduceConfig(Section):
             expected = f"rising sizes with 1 and {self.max_workers} (`max_workers`) among them"
             raise ValueError(f"workers: {list(self.workers)} found, expected {expected}")
         return self
+
+    def labeled(self, table: Table) -> Table:
+        """The table with the labels of this corpus, also where a statement names a condition in braces."""
+        labels = {condition.name: self.labels.get(condition.name, condition.label) for condition in table.conditions}
+        conditions = [c.model_copy(update={"label": labels[c.name]}) for c in table.conditions]
+        statements = [h.model_copy(update={"statement": h.statement.format(**labels)}) for h in table.hypotheses]
+        return table.model_copy(update={"conditions": tuple(conditions), "hypotheses": tuple(statements)})
 
     def recipe_name(self, condition: str) -> str:
         """The condition whose recipe and runs count for this one."""

@@ -623,7 +623,47 @@ def test_the_network_before_training_is_drawn_and_flattens_nothing(tmp_path: Pat
             assert panel.get_xlim()[0] < 0.0
     (low, high), (low_tuned, _) = (figure.axes[0].get_ylim() for figure in drawn)
     assert high < 4.0 and low < 1.25 and low_tuned < 1.125
-    assert "epoch 0: before training" in drawn[0].get_suptitle()
+    *_, legend = drawn[0].axes
+    names = [text.get_text() for text in legend.get_legend().get_texts()]
+    assert "epoch 0: before training" in names[0] and "rejected" in names[1] and "training," in names[2]
+
+
+def test_the_learning_rate_is_drawn_once_in_steps(tmp_path: Path) -> None:
+    """That of an epoch, from the end of the one before; its change is upright."""
+    rows = rows_of(1, epochs=3)
+    for row in rows:
+        if row["type"] == "epoch" and row["epoch"] == 3:
+            row["learning_rate"] = 0.004
+    drawn: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+        figures.draw_learning(read_runs([write_run(tmp_path / "run", rows)]), tmp_path / "x.png")
+    *_, rates, unused = drawn[0].axes
+    (line,) = rates.lines
+    assert line.get_drawstyle() == "steps-pre" and not unused.axison
+    assert line.get_xdata().tolist() == [0, 1, 2, 3] and line.get_ydata().tolist() == [0.008, 0.008, 0.008, 0.004]
+
+
+def test_markers_outside_the_axes_are_not_drawn_in_part(tmp_path: Path) -> None:
+    rows = rows_of(2)
+    for row in rows:
+        if row["type"] == "worker":
+            row["consensus_distance"] = 0.105 if row["epoch"] == 1 else 0.01
+    drawn: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+        figures.draw_consensus_distance(read_runs([write_run(tmp_path / "run", rows)]), tmp_path / "x.png")
+    (axes,) = drawn[0].axes
+    assert axes.get_ylim()[1] < 10.6 and axes.lines[0].get_markevery() == [False, True, True, True]
+
+
+def test_time_names_only_what_occurs(tmp_path: Path) -> None:
+    drawn: list[Any] = []
+    alone = rows_of(1, comm_fraction=0.0, wait_fraction=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+        figures.draw_time(read_runs([write_run(tmp_path / "run", alone)]), tmp_path / "x.png")
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["compute", "data", "other"]
 
 
 def test_out_that_cannot_be_written(runs: list[Path]) -> None:

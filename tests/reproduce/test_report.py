@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
@@ -79,7 +80,7 @@ def test_evil_text_is_text() -> None:
     text = report_with(EVIL, EVIL).markdown("a b")
     outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert r"\<script\>" in outside and "<script" not in outside.replace(r"\<", "")
-    assert "(a%20b/table6.png)" in text
+    assert "(a%20b/table6.svg)" in text
     text.encode()
 
 
@@ -105,7 +106,7 @@ def test_report_of_a_table(tmp_path: Path) -> None:
     del records["sgd-half-16-1"]
     found = build_report(corpus, [TABLES["table6"]], records, "ddnn reproduce table6", ["sgd-half-16-1"])
     files = found.write(tmp_path / "results" / "an.4")
-    assert [path.name for path in files] == ["an.4.md", "an.4.html", "table6.png", "table6-learning.png"]
+    assert [path.name for path in files] == ["an.4.md", "an.4.html", "table6.svg", "table6-learning.svg", "summary.svg"]
     text = files[0].read_text()
     for piece in (
         "NG-SGD is better than SGD, on many | SWB +1.2, CH +1.3 (16 GPUs)",
@@ -116,17 +117,65 @@ def test_report_of_a_table(tmp_path: Path) -> None:
         "| 3, 1 failed |",
         "of which 1 failed, 16 of unknown baseline",
         "| SGD | 16 | 16.3 | 28.3 |",
-        "(an.4/table6.png)",
+        "(an.4/table6.svg)",
+        "(an.4/summary.svg)",
         "ddnn reproduce table6",
     ):
         assert piece in text
     tags = Reader(files[1].read_text()).tags
     assert {"script", "link", "iframe"}.isdisjoint(tag for tag, _ in tags)
-    sources = [attributes["src"] for tag, attributes in tags if tag == "img"]
-    assert len(sources) == 2 and all(source and source.startswith("data:image/png;base64,") for source in sources)
+    assert [tag for tag, _ in tags].count("svg") == 3 and "img" not in [tag for tag, _ in tags]
     summary = json.loads(json.dumps(found.summary, allow_nan=False))
     assert [c["verdict"] for c in summary["hypotheses"]][:2] == ["confirmed", "not tested"]
     assert summary["hypotheses"][0]["metrics"][1]["interval"][0] > 0.0
+
+
+def test_the_labels_of_a_corpus_are_those_of_its_report() -> None:
+    corpus = plan(labels={"closing": "half a minibatch"})
+    runs = by_name([record("closing", 16, seed, 0.6) for seed in (1, 2, 3)])
+    text = build_report(corpus, [TABLES["table1"]], runs, "c", []).markdown("x")
+    assert "| half a minibatch † | 16 |" in text
+    assert "half a minibatch, on many workers, is better than the paper's choice on one worker" in text
+    assert "{" not in build_report(plan(), list(TABLES.values()), {}, "c", []).markdown("x")
+
+
+def test_a_section_begins_with_its_plots() -> None:
+    corpus, table = plan(), TABLES["table6"]
+    text = build_report(corpus, [table], table_records(corpus, [table]), "c", []).markdown("x")
+    for heading in ("## Summary", "## table6"):
+        section = text.partition(heading)[2]
+        assert 0 < section.index("![Plot") < section.index("| --- |")
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """The page of a table with three verdicts."""
+    corpus = plan()
+    records = table_records(corpus, [TABLES["table6"]], {"sgd": 0.03, "sgd-half": 0.001})
+    records |= by_name([collapsed("sgd", 16, seed) for seed in (1, 2, 3)])
+    command = "ddnn reproduce table6 --records " + "folder/" * 60
+    return build_report(corpus, [TABLES["table6"]], records, command, []).write(tmp_path / "page")[1]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_a_browser_shows_the_page(published: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    with browser(tmp_path / "profile") as tab:
+        tab.open(published, width, dark=dark)
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the screen"
+        assert tab.evaluate("document.querySelector('pre').scrollWidth <= document.querySelector('pre').clientWidth")
+        verdicts = "[...document.querySelectorAll('.plot [id^=verdict-]')].map((row) => row.textContent.trim())"
+        assert tab.evaluate(verdicts) == ["confirmed", "not comparable", "confirmed"]
+        words = "[...document.querySelectorAll('table')][0].querySelectorAll('td:last-child b')"
+        assert tab.evaluate(f"[...{words}].map((word) => word.textContent)") == tab.evaluate(verdicts)
+        colors = tab.evaluate(f"[...{words}].map((word) => getComputedStyle(word).color)")
+        assert colors[0] == colors[2] != colors[1]
+        text = "getComputedStyle(document.querySelector('.plot svg text')).fill"
+        assert tab.evaluate(text) == ("rgb(230, 237, 243)" if dark else "rgb(31, 35, 40)")
+        folded = "[...document.querySelectorAll('details')].map((part) => [part.open, part.innerText.trim()])"
+        assert tab.evaluate(folded) == [[False, "Method"], [False, "Runs"]]
+        assert tab.problems == [] and tab.requests == [published.as_uri()]
 
 
 def test_what_did_not_train_has_no_figures_in_the_report(tmp_path: Path) -> None:
@@ -178,7 +227,7 @@ def test_report_of_speed() -> None:
     assert "| all-reduce | predicted | - | - | 3.74 | - | 14.86 | - |" in text
     assert "| all-reduce | measured | 100.0 | 95.0 | - |" in text
     assert "| all-reduce | predicted | - | - | 93.5 | - | 92.9 | - |" in text
-    assert "4 workers on 2" in text and "(x/figure2-speed.png)" in text
+    assert "4 workers on 2" in text and "(x/figure2-speed.svg)" in text
     assert "| all-reduce | 2 | 3 | 450 | 2.222 | 55.0 | 81.8 | 5.5 | 1.8 |" in text
 
 
