@@ -20,8 +20,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
     "top": 3_350,
-    "averaging": 6_200,
-    "bench": 4_950,
+    "averaging": 6_650,
+    "bench": 4_960,
     "cli": 6_450,
     "data": 16_150,
     "decoding": 17_540,
@@ -31,7 +31,7 @@ TOKENS = {
     "lattices": 4_000,
     "nn": 31_800,
     "optim": 10_900,
-    "recipe": 12_800,
+    "recipe": 12_850,
     "report": 17_700,
     "reproduce": 17_050,
     "runs": 12_900,
@@ -46,7 +46,7 @@ gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
     "modules over 400 lines": 15,
-    "longest file": 590,
+    "longest file": 600,
     "longest function": 55,
     "most imports of ddnn in a file": 37,
     "modules with one importer": 31,
