@@ -8,6 +8,7 @@ from ddnn.recipe.schema import (
     AveragingConfig,
     BmufConfig,
     ConstantConfig,
+    ElasticConfig,
     ExponentialConfig,
     NewbobConfig,
     NgSgdConfig,
@@ -44,4 +45,4 @@ def make_parallel_config(strategy: str = "all-reduce", **keys: Any) -> ParallelC
     given = {key: value for key, value in keys.items() if value is not None}
     if strategy != "all-reduce":
         given["strategy"] = strategy
-    return BmufConfig(**given) if strategy == "bmuf" else AveragingConfig(**given)
+    return {"bmuf": BmufConfig, "elastic": ElasticConfig}.get(strategy, AveragingConfig)(**given)

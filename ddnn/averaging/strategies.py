@@ -58,6 +58,7 @@ class AveragingOptions:
     block_momentum: float | None = None  # of BMUF, as the next two; None: 1 - 1 / workers
     block_learning_rate: float = 1.0
     nesterov: bool = False
+    elasticity: float = 0.9  # of elastic averaging: how much of the workers' mean change the center takes
 
 
 class NoFiniteModelError(DivergedError):
@@ -351,7 +352,31 @@ class HoppingRing(_Gossip):
         return 1 + index % (world_size - 1)
 
 
-class BlockMomentum(AveragingStrategy):
+class _Remembering(AveragingStrategy):
+    """Strategies that keep a model of their own, the same bits on every worker: `model` is the one to evaluate and save."""
+
+    overlaps = False  # the next interval needs the result of the last
+    remembers = True
+
+    def model(self) -> Tensor:
+        """(num_parameters,)."""
+        raise NotImplementedError
+
+    def end_epoch(self, vector: Tensor, index: int, weight: float, remainder_frames: int) -> int:
+        """vector <- `model` after a last averaging, if any worker has trained since the one before."""
+        with self.comm.time_as_wait():
+            remainders = self.comm.all_gather(torch.tensor([remainder_frames]))
+        used = int(bool(remainders.any()))
+        if used:
+            self.average(vector, index, weight)
+        vector.copy_(self.model())
+        return used
+
+    def distance_to_mean(self, moved: float) -> float:
+        return self.distance
+
+
+class BlockMomentum(_Remembering):
     """Blockwise model-update filtering, BMUF: Chen and Huo, ICASSP 2016. Averaging with a momentum over blocks.
 
     After block t, in which every worker started from S(t-1):
@@ -370,9 +395,6 @@ class BlockMomentum(AveragingStrategy):
         momentum_buffer: D, (num_parameters,) float32.
         distance: NaN before the first averaging, and where theta was not finite.
     """
-
-    overlaps = False  # a block starts from the result of the last
-    remembers = True
 
     @classmethod
     def copies(cls, comm_dtype: CommDtype, world_size: int) -> int:
@@ -403,26 +425,13 @@ class BlockMomentum(AveragingStrategy):
         vector.copy_(self.block_initial)
 
     def model(self) -> Tensor:
-        """W, a new tensor (num_parameters,): the model to evaluate and save."""
+        """W, a new tensor (num_parameters,)."""
         if not self.nesterov:
             return self.block_initial.clone()
         return self.block_initial.sub(self.momentum_buffer, alpha=self.momentum)
 
     def begin_epoch(self, parameters: Tensor) -> None:
         parameters.copy_(self.block_initial)
-
-    def end_epoch(self, vector: Tensor, index: int, weight: float, remainder_frames: int) -> int:
-        """vector <- W after a last block, if any worker has trained since the last averaging."""
-        with self.comm.time_as_wait():
-            remainders = self.comm.all_gather(torch.tensor([remainder_frames]))
-        used = int(bool(remainders.any()))
-        if used:
-            self.average(vector, index, weight)
-        vector.copy_(self.model())
-        return used
-
-    def distance_to_mean(self, moved: float) -> float:
-        return self.distance
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"bmuf.block_initial": self.block_initial, "bmuf.momentum_buffer": self.momentum_buffer}
@@ -432,6 +441,54 @@ class BlockMomentum(AveragingStrategy):
         self.momentum_buffer.copy_(state["bmuf.momentum_buffer"])
 
 
+class Elastic(_Remembering):
+    """Elastic averaging, synchronous EASGD: Zhang, Choromanska and LeCun, NIPS 2015, equations 5 and 6.
+
+    The workers keep models of their own, which a center C attracts and which attract it. With d_r = theta_r - C:
+        theta_r <- theta_r - (beta / n) d_r
+        C       <- C + beta * mean of d over workers
+
+    C is the model to evaluate and save. Each epoch ends with theta_r <- C; the paper's workers keep their own models.
+
+    Attributes:
+        center: C, (num_parameters,) float32, the same bits on every worker.
+        distance: NaN before the first averaging, and where theta was not finite.
+    """
+
+    @classmethod
+    def copies(cls, comm_dtype: CommDtype, world_size: int) -> int:
+        """C, and this worker's difference from it."""
+        return 2 + super().copies(comm_dtype, world_size)
+
+    def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
+        super().__init__(config, comm)
+        self.elasticity = config.elasticity
+
+    def start(self, parameters: Tensor) -> None:
+        self.center = parameters.detach().clone()
+
+    def average(self, vector: Tensor, index: int, weight: float) -> None:
+        """A worker of weight 0 is excluded from the mean and continues from C. The others count alike, whatever their
+        weight."""
+        vector.sub_(self.center)
+        own = self.comm.workspace("local_delta", vector.numel(), vector.dtype, vector.device).copy_(vector)
+        mean_of_deltas(self.comm, vector, float(weight > 0), self.comm_dtype)
+        self.distance = float(torch.linalg.vector_norm(own - vector))
+        if weight > 0:
+            own.mul_(1.0 - self.elasticity / self.comm.world_size).add_(self.center)
+        self.center.add_(vector, alpha=self.elasticity)
+        vector.copy_(own if weight > 0 else self.center)
+
+    def model(self) -> Tensor:
+        return self.center
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"elastic.center": self.center}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.center.copy_(state["elastic.center"])
+
+
 STRATEGIES: dict[str, type[AveragingStrategy]] = {
     "all-reduce": AllReduce,
     "butterfly": Butterfly,
@@ -439,6 +496,7 @@ STRATEGIES: dict[str, type[AveragingStrategy]] = {
     "hopping-ring": HoppingRing,
     "gradient-all-reduce": GradientAllReduce,
     "bmuf": BlockMomentum,
+    "elastic": Elastic,
 }
 """`parallel.strategy` -> class."""
 

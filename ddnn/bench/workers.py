@@ -43,7 +43,7 @@ from ddnn.nn.arithmetic import Precision, make_arithmetic
 from ddnn.nn.network import Workspace
 from ddnn.optim.ng_sgd import NgSgd
 from ddnn.optim.sgd import Sgd
-from ddnn.recipe.schema import AveragingConfig, BmufConfig, ParallelConfig
+from ddnn.recipe.schema import AveragingConfig, BmufConfig, ElasticConfig, ParallelConfig
 from ddnn.training.options import averaging_options
 from ddnn.training.step import EagerStep
 from ddnn.training.trainer import worker_row
@@ -94,7 +94,8 @@ def run_bench_workers(
     for each. `options`: keys of `parallel`, as a recipe gives them. `arguments`: of the command `ddnn` that calls this,
     which every worker runs. UserError: an option is out of range, or there are too few cores."""
     try:
-        model = BmufConfig if options["strategy"] == "bmuf" else AveragingConfig
+        models: dict[str, type[ParallelConfig]] = {"bmuf": BmufConfig, "elastic": ElasticConfig}
+        model = models.get(options["strategy"], AveragingConfig)
         parallel: ParallelConfig = model.model_validate(dict(options))
     except ValidationError as error:
         problem = error.errors()[0]

@@ -518,6 +518,7 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Complaint]:
     if not parallel.overlap:
         return
     against = {"gradient-all-reduce": "takes a step from every averaging", "bmuf": "starts a block from the last"}
+    against["elastic"] = "moves its center by each"
     if parallel.strategy in against:
         which = f"{parallel.strategy}, which {against[parallel.strategy]}"
         yield Complaint("parallel.overlap", f"true found beside strategy: {which}; set it to false")

@@ -461,7 +461,7 @@ class AveragingConfig(WorkersConfig):
 
     strategy: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce"] = "all-reduce"
     """How parameters are averaged. `gradient-all-reduce` averages the gradients of every minibatch instead; `bmuf`
-    applies momentum to the averaged change of a block."""
+    applies momentum to the averaged change of a block; with `elastic` a center model attracts the workers' models."""
     scale_learning_rate: bool = True
     """Multiply the schedule's learning rates by the number of workers, as in arXiv 1507.01239."""
     local_momentum: Literal["keep", "average", "reset"] = "keep"
@@ -481,6 +481,16 @@ class BmufConfig(WorkersConfig):
     """Factor of the averaged change of a block."""
     nesterov: bool = False
     """Start each block from the model to which the block momentum leads (Nesterov momentum)."""
+
+
+class ElasticConfig(WorkersConfig):
+    """Elastic averaging."""
+
+    strategy: Literal["elastic"] = "elastic"
+    scale_learning_rate: bool = True
+    local_momentum: Literal["keep", "average", "reset"] = "keep"
+    elasticity: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """How much of the workers' mean change the center model takes (beta of EASGD); n workers return 1/n as much of theirs."""
 
 
 class CheckpointConfig(Section):
@@ -506,7 +516,7 @@ class LogConfig(Section):
 
 OptimizerConfig = SgdConfig | NgSgdConfig
 ScheduleConfig = NewbobConfig | ExponentialConfig | ConstantConfig | PowerConfig | PassesConfig
-ParallelConfig = AveragingConfig | BmufConfig
+ParallelConfig = AveragingConfig | BmufConfig | ElasticConfig
 
 VARIANTS = {"optimizer": ("name", "sgd"), "schedule": ("name", "newbob"), "parallel": ("strategy", "all-reduce")}
 """Sections whose variants have different keys: the key that selects the variant, and its default."""

@@ -60,7 +60,7 @@ class CommScheme:
 EXACT_MEAN = CommScheme("all-reduce")
 """How the mean at the end of an epoch is computed."""
 SAME_COST = {
-    EXACT_MEAN: "all-reduce, bmuf",
+    EXACT_MEAN: "all-reduce, bmuf, elastic",
     CommScheme("butterfly"): "butterfly, rings",
     CommScheme("gradient-all-reduce"): "gradient-all-reduce",
     CommScheme("all-reduce", overlap=True): "all-reduce, overlap",

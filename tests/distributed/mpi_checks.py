@@ -22,6 +22,7 @@ from ddnn.averaging.strategies import (
     AveragingOptions,
     AveragingStrategy,
     BlockMomentum,
+    Elastic,
     make_strategy,
     mean_of_deltas,
     weighted_mean,
@@ -91,6 +92,26 @@ def block_momentum(comm: Communicator, nesterov: bool, comm_dtype: str = "float3
         starts.append(everyone(comm, theta))
         models.append(state.model().tolist())
     return {"starts": starts, "models": models, "momentum": state.momentum}
+
+
+def elastic(comm: Communicator) -> dict[str, Any]:
+    """As `block_momentum`, of the elastic averaging; the last worker's model is not finite in the third block."""
+    theta = parameters(99)
+    state = strategy(comm, "elastic", elasticity=0.7)
+    assert isinstance(state, Elastic)
+    state.start(theta)
+    starts, centers, distances = [], [], []
+    for block in range(5):
+        theta.add_(parameters(comm.rank, block + 1), alpha=0.1)
+        lost = block == 2 and comm.world_size > 1 and comm.rank == comm.world_size - 1
+        if lost:
+            theta.fill_(float("nan"))
+        state.average(theta, block, 0.0 if lost else weight(comm.rank))
+        starts.append(everyone(comm, theta))
+        centers.append(everyone(comm, state.center))
+        distances.append(comm.all_gather_object(state.distance))
+    state.end_epoch(theta, 5, weight(comm.rank), 0)
+    return {"starts": starts, "centers": centers, "distances": distances, "end": everyone(comm, theta)}
 
 
 def compressed_all_reduce(comm: Communicator) -> dict[str, Any]:
@@ -182,7 +203,7 @@ def traffic(comm: Communicator) -> dict[str, list[int]]:
 
 def every_averaging(comm: Communicator, device: torch.device = CPU) -> dict[str, list[list[float]]]:
     """What three averagings of every kind leave on every worker, the last worker excluded from the second."""
-    ways = {name: strategy(comm, name) for name in (*PLAIN, "bmuf")}
+    ways = {name: strategy(comm, name) for name in (*PLAIN, "bmuf", "elastic")}
     ways |= {f"{name} 16-bit": strategy(comm, name, "bfloat16") for name in PLAIN}
     after = {}
     for name, way in ways.items():
@@ -219,6 +240,7 @@ def checks(comm: Communicator) -> dict[str, Any]:
         "gossip": {name: trajectory(comm, name) for name in PLAIN},
         "gossip 16-bit": {name: trajectory(comm, name, "bfloat16") for name in PLAIN if name != "all-reduce"},
         "bmuf": {str(nesterov): block_momentum(comm, nesterov) for nesterov in (False, True)},
+        "elastic": elastic(comm),
         "bmuf 16-bit": block_momentum(comm, False, "bfloat16"),
         "16-bit": compressed_all_reduce(comm),
         "traffic": traffic(comm),

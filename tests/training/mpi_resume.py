@@ -36,6 +36,7 @@ WAYS: dict[str, tuple[ParallelConfig, OptimizerConfig]] = {
     ),
     "gradient-all-reduce": (make_parallel_config(averaging_period=3, strategy="gradient-all-reduce"), NG),
     "bmuf": (make_parallel_config(averaging_period=3, strategy="bmuf", nesterov=True), MOMENTUM),
+    "elastic": (make_parallel_config(averaging_period=3, strategy="elastic", elasticity=0.7), MOMENTUM),
     "bmuf, overlap": (make_parallel_config(averaging_period=3, strategy="bmuf", overlap=True), make_optimizer_config()),
 }
 

@@ -124,6 +124,7 @@ def every_strategy(comm: Communicator) -> dict[str, Any]:
         make_parallel_config(strategy="bmuf", averaging_period=3),
         make_parallel_config(strategy="bmuf", averaging_period=3, nesterov=True),
         make_parallel_config(strategy="bmuf", averaging_period=3, local_momentum="average"),
+        make_parallel_config(strategy="elastic", averaging_period=3),
         make_parallel_config(averaging_period=3, warmup="single-worker", warmup_minibatches=30),
         make_parallel_config(strategy="gradient-all-reduce", warmup="single-worker", warmup_minibatches=5),
         make_parallel_config(strategy="ring", averaging_period=3, warmup="all-reduce", warmup_minibatches=5),

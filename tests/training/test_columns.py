@@ -41,6 +41,7 @@ WAYS: Ways = {
     "ring": ({"strategy": "ring", "averaging_period": 3}, {"momentum": 0.5}),
     "hopping ring": ({"strategy": "hopping-ring", "averaging_period": 3}, {}),
     "bmuf": ({"strategy": "bmuf", "averaging_period": 3}, {"momentum": 0.5}),
+    "elastic": ({"strategy": "elastic", "averaging_period": 3}, {"momentum": 0.5}),
     "gradient": ({"strategy": "gradient-all-reduce", "averaging_period": 3}, {"momentum": 0.5}),
     "warm-up": ({"warmup": "single-worker", "warmup_minibatches": 5, "averaging_period": 3}, {}),
 }

@@ -67,6 +67,7 @@ class Twin:
     scale: float = 3.0
     local_momentum: str = "keep"
     overlap: bool = False
+    beta: float = 0.0  # of elastic averaging, whose center is `block_start`
     eta: float = 0.0
     zeta: float = 1.0
     nesterov: bool = False
@@ -127,12 +128,19 @@ class Twin:
         self.block_start = self.block_model + ahead
         self.theta = [self.block_start.clone() for _ in range(self.n)]
 
+    def elastic(self) -> None:
+        differences = [theta - self.block_start for theta in self.theta]
+        self.theta = [theta - self.beta / self.n * d for theta, d in zip(self.theta, differences, strict=True)]
+        self.block_start = self.block_model = self.block_start + self.beta * sum(differences) / self.n
+
     def average(self) -> None:
         self.apply_pending()
         center = sum(self.theta) / self.n
         self.of_epoch.append([float((theta - center).norm() / theta.norm()) for theta in self.theta])
         if self.strategy == "bmuf":
             self.block([1] * self.n)
+        elif self.strategy == "elastic":
+            self.elastic()
         elif self.overlap:
             mixed = self.mixed(self.theta, self.averagings)
             self.pending = [after - before for after, before in zip(mixed, self.theta, strict=True)]
@@ -150,9 +158,9 @@ class Twin:
 
     def end_epoch(self) -> Tensor:
         self.apply_pending()
-        if self.strategy == "bmuf":
+        if self.strategy in ("bmuf", "elastic"):
             if any(count != self.blocks * self.period for count in self.minibatches):
-                self.block(self.minibatches)
+                self.block(self.minibatches) if self.strategy == "bmuf" else self.elastic()
                 self.averagings += 1
             return self.block_model
         weighted = sum(count * theta for count, theta in zip(self.trained, self.theta, strict=True))
@@ -164,7 +172,7 @@ class Twin:
             self.blocks = 0
         self.of_epoch = list[list[float]]()
         self.velocity = [torch.zeros_like(one) for one in self.velocity]
-        if self.strategy == "bmuf":
+        if self.strategy in ("bmuf", "elastic"):
             self.theta = [self.block_start.clone() for _ in range(self.n)]
         orders = [list(ShuffledSampler(s, MINIBATCH, seed=1, rank=r).epoch(number)) for r, s in enumerate(self.shards)]
         loss = 0.0
@@ -189,6 +197,7 @@ class Twin:
 
 
 BMUF = {"strategy": "bmuf", "averaging_period": 3}
+ELASTIC = {"strategy": "elastic", "averaging_period": 3}
 TWIN_BMUF = {"strategy": "bmuf", "scale": 1.0, "local_momentum": "reset", "eta": 2 / 3}
 CASES: dict[str, tuple[dict[str, Any], Callable[[], Twin]]] = {
     "one worker": ({}, partial(Twin, (12,), scale=1.0)),
@@ -217,6 +226,11 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Twin]]] = {
     "bmuf with Nesterov, without a remainder": (
         {**BMUF, "nesterov": True, "local_momentum": "keep"},
         partial(Twin, ALIKE, **{**TWIN_BMUF, "nesterov": True, "local_momentum": "keep"}),
+    ),
+    "elastic": (ELASTIC, partial(Twin, UNLIKE, "elastic", beta=0.9)),
+    "elastic without a remainder": (
+        {**ELASTIC, "elasticity": 0.6, "local_momentum": "reset"},
+        partial(Twin, ALIKE, "elastic", beta=0.6, local_momentum="reset"),
     ),
 }  # fmt: skip
 
@@ -253,7 +267,7 @@ def test_every_epoch_is_the_twins(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert [row["schedule_learning_rate"] for row in train] == list(RATES)
         assert [row["accepted"] for row in train] == [row["accepted"] for row in cv[1:]] == list(ACCEPTED)
         assert {row["frames"] for row in train} == {MINIBATCH * sum(twin.trained)}
-        if twin.strategy in ("all-reduce", "bmuf") and twin.n > 1:  # gossip's is an estimate
+        if twin.strategy in ("all-reduce", "bmuf", "elastic") and twin.n > 1:  # gossip's is an estimate
             workers = [row["consensus_distance"] for row in rows if row["type"] == "worker"]
             assert workers == pytest.approx([distance for epoch in twin.distances for distance in epoch], rel=1e-3)
         assert {row["frames"] for row in cv} == {sum(CV_FRAMES[: twin.n])}
