@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from ddnn.cli.main import cli
 from ddnn.recipe.schema import Recipe
 from ddnn.slurm import submit
+from ddnn.slurm.cluster import ClusterConfig
 from ddnn.util.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -74,15 +75,18 @@ def calls(script: str, folder: Path) -> list[list[str]]:
 
 
 def write_recipes(page: Path) -> None:
-    """Those that the blocks of a page have, into this folder, by the names in their first lines; and the cluster files that it copies."""
+    """Those that the blocks of a page have, into this folder, by the names in their first lines; and its cluster files, copied or its own."""
     for source, copy in re.findall(r"cp (configs/cluster/\S+) (\S+)", page.read_text()):
         Path(copy).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / source, copy)
     Path("recipe.yaml").write_text(DEFAULT)
     for kind, block in BLOCK.findall(page.read_text()):
+        name = re.match(r"# (\S+\.yaml)\n|", block)[1]
         if kind == "yaml" and set(yaml.safe_load(block)) <= {"include", *Recipe.model_fields}:
-            name = re.match(r"# (\S+\.yaml)\n|", block)[1] or "recipe.yaml"
-            Path(name).write_text(block if "data" in yaml.safe_load(block) else DEFAULT + block)
+            Path(name or "recipe.yaml").write_text(block if "data" in yaml.safe_load(block) else DEFAULT + block)
+        elif kind == "yaml" and name is not None and set(yaml.safe_load(block)) <= set(ClusterConfig.model_fields):
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(block)
 
 
 def check_ddnn(words: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -164,7 +165,11 @@ def test_seeds_are_one_array_of_jobs(slurm: Slurm, job: Job, run_cli: RunCli) ->
     assert not list(job.root.glob("r *")) and not (slurm.folder / "sbatch.called").exists()
 
     result = run_cli(*call, "--seeds", "3,40")
-    assert result.exit_code == 0 and result.stdout.startswith("array 4711 of 2 jobs, each 2 workers"), result.stderr
+    assert result.exit_code == 0 and result.stdout.startswith("array job 4711: 2 jobs, each 2 workers"), result.stderr
+    pattern = re.search("follow: ddnn status (.*)", result.stdout)[1]
+    expand = {"input": f"printf '%s\\0' {pattern}", "env": {"PATH": os.defpath}}
+    names = subprocess.run(["bash"], **expand, capture_output=True, text=True).stdout.split("\0")[:-1]
+    assert {Path(name).resolve() for name in names} == {Path(f"{base}-seed{seed}").resolve() for seed in (3, 40)}
     arguments, _, script = json.loads((slurm.folder / "sbatch.called").read_text())
     assert (
         arguments[:2] == ["--parsable", "--array=3,40"]
