@@ -22,7 +22,7 @@ TOKENS = {
     "top": 3_350,
     "averaging": 6_550,
     "bench": 4_960,
-    "cli": 6_450,
+    "cli": 6_550,
     "data": 16_150,
     "decoding": 17_540,
     "distributed": 13_450,
@@ -34,11 +34,11 @@ TOKENS = {
     "recipe": 12_850,
     "report": 17_700,
     "reproduce": 17_050,
-    "runs": 12_900,
+    "runs": 13_050,
     "slurm": 6_600,
     "synth": 5_250,
     "training": 41_100,
-    "util": 7_100,
+    "util": 7_550,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
 made longer, tokens cannot. A feature states what it may take before it is begun: a commit of its own raises the folder's number and
