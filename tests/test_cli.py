@@ -355,7 +355,7 @@ def test_score(run: Run, called: Any) -> None:
 
     shown: dict[str, Any] = {"as_json": lambda result, alignments: {"wer": 4.14, "alignments": alignments}}
     shown |= {"render_text": lambda result, alignments: f"WER {alignments}\n", "decode_options": decode_options}
-    calls = called("ddnn.decoding.score", "score", **shown)
+    calls = called("ddnn.decoding.score", "score", types.SimpleNamespace(best=0), **shown)
     arguments = ["score", "l", "--graph", "g", "--model", "m", "--text", "t"]
     assert run(*arguments) == (0, "WER False\n", "")
     code, out, _ = run(*arguments, "--acoustic-scale", "0.1,0.2", "--beam", "9", "--per-utterance", "--json")

@@ -16,7 +16,7 @@ from ddnn import __version__
 from ddnn.cli import tools, training
 from ddnn.util.errors import exit_code, user_message
 from ddnn.util.process import open_missing_streams
-from ddnn.util.text import escaped_output, log_to_stderr
+from ddnn.util.text import escaped_output, log_to_stderr, show
 
 
 class _StagedGroup(click.Group):
@@ -117,8 +117,8 @@ def _run() -> int:
         if message is None:
             traceback.print_exc()
             message = f"this is a bug in ddnn {__version__}; please report it with the lines above"
-            print(f"ddnn: {message}", file=sys.stderr)
+            show(f"ddnn: {message}", sys.stderr, "red")
         else:
-            print(f"ddnn: error: {message}", file=sys.stderr)
+            show(f"ddnn: error: {message}", sys.stderr, "red")
         return exit_code(error)
     return code if isinstance(code, int) else 0

@@ -20,7 +20,7 @@ from ddnn.cli.options import (
     slurm_options,
 )
 from ddnn.util.errors import UserError
-from ddnn.util.text import printable
+from ddnn.util.text import fitted, printable
 
 
 @command(epilog="\b\nExample:\n  ddnn info data/train exp/tri4_ali exp/dnn")
@@ -57,7 +57,11 @@ def status(run_dirs: tuple[Path, ...], follow: bool, json_: bool) -> None:
     from ddnn.inspection.status import follow_status, read_statuses
 
     if not follow:
-        print_result(read_statuses(run_dirs), json_)
+        result = read_statuses(run_dirs)
+        for line in () if json_ else result.as_text().splitlines():
+            echo(line if line.startswith("  resume ") else fitted(line, sys.stdout))  # a command is to be copied whole
+        if json_:
+            print_json(result.as_dict())
         return
     if len(run_dirs) > 1:
         raise UserError("several run dirs found, expected one", location="--follow", hint="leave out --follow")
@@ -217,7 +221,7 @@ def report(
     if html is not None:
         result = page.write_page(result, html)
     if printed not in files.values():
-        print_result(result, json_)
+        print_json(result.as_dict()) if json_ else echo(fitted(result.as_text(), sys.stdout))
     else:
         echo(result.runs_csv() if runs_csv == printed else result.epochs_csv(), nl=False)
 

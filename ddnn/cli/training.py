@@ -4,6 +4,7 @@ what makes and uses models."""
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from ddnn.cli.options import (
 from ddnn.slurm.options import Seeds, SlurmOptions, parse_seeds
 from ddnn.training.command import ALLOW_PIPES, TrainingCommand
 from ddnn.util.errors import UserError
-from ddnn.util.text import printable
+from ddnn.util.text import fitted, printable, show
 
 
 class _RecipeCommand(CommandWithSlurm):
@@ -329,7 +330,8 @@ def score(
     if json_:
         print_json(scoring.as_json(result, alignments=per_utterance))
     else:
-        echo(scoring.render_text(result, alignments=per_utterance), nl=False)
+        for number, line in enumerate(scoring.render_text(result, alignments=per_utterance).splitlines()):
+            show(fitted(line, sys.stdout), sys.stdout, "green" if number == result.best else "")
 
 
 @command(

@@ -41,7 +41,7 @@ from ddnn.util.errors import UserError
 from ddnn.util.process import python_command, signal_name
 from ddnn.util.progress import LAUNCHER_TERMINAL
 from ddnn.util.system import usable_cores
-from ddnn.util.text import plural, terminal_level
+from ddnn.util.text import plural, show, terminal_level
 
 UNLOCK_TIMEOUT = 60.0  # seconds in which the workers of a job that has ended must let go of the run dir
 RESTART = "DDNN_RESTART"  # environment variable of the workers of a job that was started again: a `Restart` as JSON
@@ -239,7 +239,7 @@ class _Launcher:
             sys.stderr.write(self.signals.own_messages.decode(errors="backslashreplace"))
         messages = "".join([*reports.messages, reports.stacks])
         if messages:  # on a terminal below a progress bar, whose line does not end
-            sys.stderr.write(f"\n{messages}" if sys.stderr.isatty() else messages)
+            show("\n" * sys.stderr.isatty() + messages.rstrip("\n"), sys.stderr, "red")
         sys.stderr.flush()
         if reports.exit_code is not None:
             code = reports.exit_code

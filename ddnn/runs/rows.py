@@ -88,7 +88,10 @@ class MetricsRow(BaseModel):
 
     def as_text(self) -> str:
         """The row as a line of the log; empty if there is nothing to say."""
-        return _template().render(row=self, describe=describe, printable=printable).strip("\n")
+        return self._line(short=False)
+
+    def _line(self, **values: Any) -> str:
+        return _template().render(row=self, describe=describe, printable=printable, **values).strip("\n")
 
 
 class _Result(MetricsRow):
@@ -119,6 +122,10 @@ class _Figures(_Result):
     def is_initial(self) -> bool:
         """Whether no learning rate has been applied yet: the cross-validation of the initial network."""
         return False
+
+    def as_short_text(self, last_rate: float | None) -> str:
+        """A line of the log for a terminal of 80 columns; without the learning rate if it is still `last_rate`."""
+        return self._line(short=True, last_rate=last_rate)
 
 
 class StartRow(MetricsRow):

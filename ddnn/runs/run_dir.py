@@ -23,7 +23,7 @@ from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.runs import run_status
 from ddnn.runs.checkpoint_manifest import CheckpointSummary, peek_checkpoint, remove_checkpoints
 from ddnn.runs.metrics import MetricsWriter
-from ddnn.runs.rows import EndRow, EventRow, MetricsRow, WorkerRow
+from ddnn.runs.rows import EndRow, EpochRow, EventRow, MetricsRow, WorkerRow
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
 from ddnn.runs.tensorboard import TensorBoardWriter
 from ddnn.util.errors import DivergedError, UserError
@@ -83,6 +83,7 @@ class RunDir:
         self._progress_written = 0.0
         self.log_interval: float = parent.log_interval if parent is not None else math.inf  # seconds within an epoch
         self._logged: float | None = None  # the last row, or line within an epoch
+        self._rate: float | None = None  # the learning rate of the last row of an epoch
         self.previous: RunStatus | None = None
         self._refused = False  # whether this process was to resume what it must leave alone
         self.on_row: Callable[[MetricsRow], object] = lambda row: None  # called with each row that was recorded
@@ -212,8 +213,13 @@ class RunDir:
         """Logs a row and appends it to metrics.jsonl; if the disk is full, as soon as there is space."""
         text, self._logged = row.as_text(), time.monotonic()
         logged = isinstance(row, EventRow) and row.event == "resumed"  # as the checkpoint was read
+        more = {}  # for a terminal
+        if isinstance(row, EpochRow):
+            rejected = row.split == "cv" and not row.accepted
+            more = {"short": row.as_short_text(self._rate)} | ({"color": "yellow"} if rejected else {})
+            self._rate = None if row.is_initial else row.learning_rate
         if text and not logged:
-            log.log(logging.WARNING if isinstance(row, WorkerRow) else logging.INFO, text)
+            log.log(logging.WARNING if isinstance(row, WorkerRow) else logging.INFO, text, extra=more)
         for writer in self._writers:
             writer.write(row)
         if isinstance(row, EventRow) and row.event == "restarted":

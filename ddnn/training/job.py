@@ -66,7 +66,7 @@ from ddnn.util.system import (
     compute_units,
     device_identity,
 )
-from ddnn.util.text import printable, terminal_level
+from ddnn.util.text import SUCCESS, printable, terminal_level
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def run_training(
         job.run.record(end)
         job.run.finish(model.to(torch.device("cpu")), keep_checkpoint=trainer.may_be_longer)
         job.groups.world.barrier()  # no worker ends before the model is written
-        log.info("finished: %s, %s", run_dir / FINAL, end.summary)
+        log.info("finished: %s, %s", run_dir / FINAL, end.summary, extra=SUCCESS)
         with suppress(DataError):  # damaged meanwhile: the model is written all the same
             if job.groups.world.rank == 0 and (warning := read_metrics(run_dir / METRICS).warning):
                 log.warning(warning)
@@ -155,7 +155,7 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: C
         if replicated_dbn(job, job.run) is None:
             train_dbn(job, job.run, job.groups)
         job.groups.world.barrier()
-        log.info("finished: %s; to train on it: %s", run_dir / DBN, run_status.dbn_settings(run_dir))
+        log.info("finished: %s; to train on it: %s", run_dir / DBN, run_status.dbn_settings(run_dir), extra=SUCCESS)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddnn.util.text import printable, terminal_level, unescaped
+from ddnn.util.text import log_to, printable, terminal_level, unescaped
 
 LAUNCHER_TERMINAL = "DDNN_PROGRESS"
 """Environment variable: host of the launcher of workers and path of its terminal. The first worker draws on it itself:
@@ -26,13 +26,15 @@ _terminal: Any = None  # where bars are drawn; None: on stderr, if it is a termi
 
 
 def only_first_worker_shows(rank: int) -> None:
-    """Bars of the other workers are off from here on; those of the first are drawn on the launcher's terminal."""
+    """Bars of the other workers are off from here on; those of the first are drawn on the launcher's terminal, which gets
+    its log, too."""
     global _shown, _terminal
     _shown = rank == 0
     host, _, path = os.environ.get(LAUNCHER_TERMINAL, "").partition(" ")
     if _shown and host == platform.node():
         with suppress(OSError):
-            _terminal = Path(path).open("w")  # noqa: SIM115 (until the process ends)
+            _terminal = Path(path).open("w", errors="backslashreplace")  # noqa: SIM115 (until the process ends)
+            log_to(_terminal)  # a line that mpirun passes on would come too late, into a bar
 
 
 def progress_bar(description: str) -> Callable[[Sequence[Item]], Iterable[Item]]:

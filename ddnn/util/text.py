@@ -1,18 +1,21 @@
-"""Text that commands show and write: tables, durations, plurals, rendered templates (`ddnn/templates`); and the escaping
-of names from files, which must not control the terminal or forge a line of ddnn."""
+"""Text that commands show and write: tables, durations, plurals, rendered templates (`ddnn/templates`); lines and colors of
+a terminal; and the escaping of names from files, which must not control the terminal or forge a line of ddnn."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import re
 import shlex
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import PurePath
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
@@ -42,9 +45,10 @@ class _EscapingStream:
     def __init__(self, stream: Any, is_error: bool) -> None:
         self._stream, self._is_error = stream, is_error
 
-    def write(self, text: str) -> int:
+    def write(self, text: str, color: str = "") -> int:
+        shown = printable(text, "\n\t")
         with self._no_reader():
-            self._stream.write(printable(text, "\n\t"))
+            self._stream.write(f"\x1b[{_COLORS[color]}m{shown}\x1b[0m" if color else shown)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -71,6 +75,36 @@ class _EscapingStream:
 
 
 EXIT_NO_READER = 141  # 128 + SIGPIPE
+_COLORS = {"red": 31, "green": 32, "yellow": 33}
+
+
+def show(line: str, stream: Any, color: str = "") -> None:
+    """Writes a line to stdout or stderr: on a terminal in this color, one of `_COLORS`, unless NO_COLOR is set or TERM is
+    dumb."""
+    colorless = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if color and not colorless and stream.isatty() and isinstance(stream, _EscapingStream):
+        stream.write(line, color)
+        line = ""
+    print(line, file=stream, flush=True)
+
+
+NARROW = 110  # a terminal of fewer columns gets short lines of epochs: the full ones have 95 to 108
+MAX_INDENT = 24
+
+
+def fitted(text: str, stream: Any, short: str = "") -> str:
+    """The text as `stream` shows it: on a terminal broken between words, on a narrow one `short` instead, if there is one.
+    The rest of a line begins below its second column, which two blanks separate from the first, if it has one."""
+    if not stream.isatty():
+        return text
+    columns, lines = get_terminal_size().columns, list[str]()
+    for line in (short if short and columns < NARROW else text).split("\n"):
+        gap = re.search(r"(^ {5}|\S ) +(?=\S)", line)
+        indent = gap.end() if gap and gap.end() <= MAX_INDENT else 4
+        wrapper = textwrap.TextWrapper(columns, subsequent_indent=" " * indent)
+        wrapper.break_long_words = wrapper.break_on_hyphens = False
+        lines += wrapper.wrap(line) or [""]
+    return "\n".join(lines)
 
 
 def unescaped(stream: Any) -> Any:
@@ -103,10 +137,33 @@ def escaped_output() -> Iterator[None]:
 
 def log_to_stderr() -> None:
     """The log of all packages on stderr, escaped; called once."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _TerminalHandler(sys.stderr)
     handler.setFormatter(EscapingFormatter())
     handler.setLevel(terminal_level())
     logging.basicConfig(handlers=[handler])
+
+
+SUCCESS = {"color": "green"}
+"""`extra` of a log line that says that all went well."""
+
+
+class _TerminalHandler(logging.StreamHandler[Any]):
+    """Log lines for a person: records may have a `color` and, for a narrow terminal, a `short` text."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else ""
+        try:
+            line = fitted(self.format(record), self.stream, getattr(record, "short", ""))
+            show(line, self.stream, getattr(record, "color", level))
+        except Exception:  # noqa: BLE001 (as logging has it: no training ends since a line cannot be shown)
+            self.handleError(record)
+
+
+def log_to(terminal: Any) -> None:
+    """What stderr has got of the log so far goes to this terminal from here on."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _TerminalHandler):
+            handler.setStream(_EscapingStream(terminal, True))
 
 
 TERMINAL_LEVEL = "DDNN_LOG_LEVEL"
