@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 FIGURES = RESULTS / "benchmarks.json"
 DRAWN = [FIGURES, *sorted(RESULTS.glob("compare*.json"))]
-COLORS = {"limit": "#999999", "ddnn": "#0072B2", "others": "#E69F00"}  # as in ddnn.report.figures
+COLORS = {"limit": "#bbbbbb", "ddnn": "#0072B2", "others": "#E69F00"}  # as in ddnn.report.figures
 LABELS, BARS, ROW, TOP = 250, 380, 24, 46
 """In pixels: the widths of both columns, the first at least, the heights of a row and the title."""
 
@@ -27,10 +27,9 @@ def svg(figures: dict[str, Any]) -> str:
     width, height = labels + BARS + 80, TOP + ROW * len(rows) + 10
     scale = BARS / max(max(row["frames_per_second"]) for row in rows)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="13" fill="#808080">',
         f'<text x="10" y="20" font-size="15">{escape(figures["title"])}</text>',
-        f'<text x="10" y="37" fill="#555555" font-size="12">{escape(figures["machine"])}</text>',
+        f'<text x="10" y="37" font-size="12">{escape(figures["machine"])}</text>',
     ]
     for i, row in enumerate(rows):
         y, rounds = TOP + ROW * i, row["frames_per_second"]
@@ -38,7 +37,7 @@ def svg(figures: dict[str, Any]) -> str:
         lines += [
             f'<text x="{labels - 8}" y="{y + 16}" text-anchor="end">{escape(row["name"])}</text>',
             f'<rect x="{labels}" y="{y + 3}" width="{median:.1f}" height="{ROW - 6}" fill="{COLORS[row["of"]]}"/>',
-            f'<path d="M{labels + low:.1f} {y + 12}H{labels + high:.1f}" stroke="black"/>',
+            f'<path d="M{labels + low:.1f} {y + 12}H{labels + high:.1f}" stroke="#808080"/>',
             f'<text x="{labels + high + 6:.1f}" y="{y + 16}">{statistics.median(rounds):,.0f}</text>',
         ]
     return "\n".join([*lines, "</svg>\n"])
