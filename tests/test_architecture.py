@@ -22,7 +22,7 @@ TOKENS = {
     "top": 3_350,
     "averaging": 6_550,
     "bench": 4_960,
-    "cli": 6_550,
+    "cli": 6_650,
     "data": 16_150,
     "decoding": 17_540,
     "distributed": 13_450,
