@@ -172,6 +172,10 @@ def test_usage_errors_end_with_2(run: Run, arguments: list[str], said: str) -> N
         (["--epochs=3"], "--set schedule.max_epochs=3"),
         (["--learning-rate", "0.1"], "--set schedule.initial_learning_rate=0.1"),
         (["--epochs"], "--set schedule.max_epochs=VALUE"),
+        (["--units", "512"], "--set model.hidden_units=512"),
+        (["--averaging=5"], "--set parallel.averaging_period=5"),
+        (["--worker", "2"], "Did you mean"),
+        (["--e", "2"], "Did you mean"),
         (["--reusme"], "Did you mean"),
     ],
 )

@@ -30,6 +30,8 @@ from ddnn.training.command import ALLOW_PIPES, TrainingCommand
 from ddnn.util.errors import UserError
 from ddnn.util.text import fitted, printable, show
 
+MAX_HINTS = 4
+
 
 class _RecipeCommand(CommandWithSlurm):
     """Where a key of the recipe is given as an option, says how it is set."""
@@ -39,14 +41,18 @@ class _RecipeCommand(CommandWithSlurm):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from ddnn.recipe.keys import keys_called
+            from ddnn.recipe.keys import keys, keys_called
 
-            meant = keys_called(error.option_name.lstrip("-").replace("-", "_"))
-            value = words[words.index(error.option_name) + 1 :][:1] or ["VALUE"]
-            if not meant:
+            given = error.option_name
+            name = given.lstrip("-").replace("-", "_")
+            meant = keys_called(name)
+            if not meant and not any(given in other for other in error.possibilities or ()):
+                meant = [key for key in keys() if name in key.rpartition(".")[2]]
+            value = words[words.index(given) + 1 :][:1] or ["VALUE"]
+            if not 0 < len(meant) <= MAX_HINTS:
                 raise
             hint = "keys of the recipe are given by --set: " + " or ".join(f"--set {key}={value[0]}" for key in meant)
-            raise UserError("there is no such option", location=error.option_name, hint=hint) from error
+            raise UserError("there is no such option", location=given, hint=hint) from error
 
 
 def _parse_seeds(_: Any, option: click.Parameter, given: tuple[str, ...]) -> Seeds | None:
