@@ -51,7 +51,9 @@ $(VENV)/.ready: pyproject.toml ddnn/nn/kernels/kernels.c | $(BIN)/python
 	  || { echo "no index has that build: installing torch $(TORCH_VERSION) as it is, often 3 GB to download, 5 GB on disk"; \
 	       $(PIP) 'torch==$(TORCH_VERSION)'; }; \
 	fi
+	@echo "installing ddnn and the packages that it needs: some minutes without output"
 	$(PIP) -e '.[mpi,decode,report]'
+	@echo "ddnn is installed; to use it by name: . $(VENV)/bin/activate"
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
