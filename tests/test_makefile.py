@@ -41,8 +41,9 @@ def installed(folder: Path, offers: str, *variables: str, driver: bool = False) 
     command = ["make", "-s", "-C", str(ROOT), "setup", f"VENV={folder / 'venv'}", *variables]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
-    assert "-e .[mpi,decode,report]" in last
+    *lines, told, asked, last = done.stdout.splitlines()
+    assert "some minutes without output" in told and "-e .[mpi,decode,report]" in asked
+    assert last.endswith(f". {folder / 'venv'}/bin/activate")
     return lines
 
 
