@@ -125,28 +125,35 @@ class Result:
     stderr: str
 
 
-@pytest.fixture
-def run_cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Result]]:
-    """Runs `ddnn` with the arguments, in this process."""
-    from ddnn.cli import main
+@pytest.fixture(autouse=True)
+def quiet_ends_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """--quiet and --verbose of a command that a test runs in this process."""
     from ddnn.util.text import TERMINAL_LEVEL
 
-    levels = [(handler, handler.level) for handler in logging.getLogger().handlers]
+    monkeypatch.setenv(TERMINAL_LEVEL, os.environ.get(TERMINAL_LEVEL, "INFO"))
+    loggers = [logging.getLogger("ddnn"), *logging.getLogger().handlers]
+    levels = [(logger, logger.level) for logger in loggers]
+    yield
+    for logger, level in levels:
+        logger.setLevel(level)
+
+
+@pytest.fixture
+def run_cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Runs `ddnn` with the arguments, in this process."""
+    from ddnn.cli import main
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr("sys.argv", ["ddnn", *map(str, arguments)])
         monkeypatch.setattr("sys.excepthook", sys.excepthook)
         handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
-        monkeypatch.setenv(TERMINAL_LEVEL, os.environ.get(TERMINAL_LEVEL, "INFO"))  # --quiet ends with the test
         with pytest.raises(SystemExit) as ended:
             main()
         for number, handler in handlers.items():  # a stopped training ignores SIGUSR1 to the end of its process
             signal.signal(number, handler)
         return Result(int(ended.value.code or 0), *capfd.readouterr())
 
-    yield run
-    for handler, level in levels:  # --quiet sets that of pytest's own, which stay for the tests that follow
-        handler.setLevel(level)
+    return run
 
 
 @pytest.fixture

@@ -310,7 +310,9 @@ def assert_tame(text: str, *shown: str) -> None:
         assert part in text, text
 
 
-def test_names_from_files_do_not_control_the_terminal(tmp_path: Path, run_cli: RunCli) -> None:
+def test_names_from_files_do_not_control_the_terminal(
+    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     escaped = "x\\x1b]0;title\\x07\\u009b31m\\r\\u202e[bold]\\u007f\\nforged: ok"
     job = make_job(tmp_path / HOSTILE)
     write_recipe(job.recipe, Path("data"), Path("ali"))
@@ -332,10 +334,10 @@ def test_names_from_files_do_not_control_the_terminal(tmp_path: Path, run_cli: R
         assert_tame(result.stdout + result.stderr, escaped)
     assert run_cli("train", job.run, "--resume").stdout.startswith(f"{tmp_path}/{escaped}/run: this training has")
     shutil.copytree(job.run, tmp_path / "two" / HOSTILE)
+    monkeypatch.setenv("COLUMNS", "300")  # so that the table folds no name
     report = run_cli("report", job.run, tmp_path / "two" / HOSTILE, "--no-plots")
     assert report.exit_code == 0
-    # Where the table folds a long name depends on the name of the processor in the column beside it.
-    assert_tame(re.sub("\n {40,}", "", report.stdout), escaped)
+    assert_tame(report.stdout, escaped)
     json.loads(run_cli("status", job.run, "--json").stdout)
 
 
