@@ -457,8 +457,8 @@ class Elastic(_Remembering):
 
     @classmethod
     def copies(cls, comm_dtype: CommDtype, world_size: int) -> int:
-        """C, and this worker's difference from it."""
-        return 2 + super().copies(comm_dtype, world_size)
+        """C, this worker's difference from it, and that from the mean."""
+        return 3 + super().copies(comm_dtype, world_size)
 
     def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
         super().__init__(config, comm)
