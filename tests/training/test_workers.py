@@ -80,7 +80,9 @@ def test_started_by_itself_or_by_mpirun_is_the_same(recipe: Path, tmp_path: Path
     assert done.stderr.count("finished") == 1, "one worker speaks"
     assert "3 workers" in (by_itself / "train.log").read_text()
     assert "learning rates times 3 multiply the gradient summed over 16 frames of each worker" in done.stderr
-    start, workers = rows(by_itself)[0], [row for row in rows(by_itself) if row["type"] == "worker"]
+    # A row of a restart may come first: on a loaded machine mpirun sometimes loses a worker as it starts.
+    start = next(row for row in rows(by_itself) if row["type"] == "start")
+    workers = [row for row in rows(by_itself) if row["type"] == "worker"]
     assert (start["world_size"], start["cores_per_worker"]) == (3, pytest.approx(usable_cores() / 3))
     assert all(0.0 <= row["compute_cpu_seconds"] < 2.0 * row["seconds"] for row in workers)
     assert [row["rank"] for row in workers] == [0, 1, 2] * 3
