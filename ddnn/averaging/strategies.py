@@ -362,6 +362,15 @@ class _Remembering(AveragingStrategy):
         """(num_parameters,)."""
         raise NotImplementedError
 
+    def mean_change(self, vector: Tensor, start: Tensor, weight: float) -> Tensor:
+        """vector <- the mean over workers of vector - `start`, weighted as in `weighted_mean`. Returns this worker's own
+        difference from that mean, (num_parameters,), which the next call overwrites; `distance` becomes its norm."""
+        vector.sub_(start)
+        local_delta = self.comm.workspace("local_delta", vector.numel(), vector.dtype, vector.device).copy_(vector)
+        mean_of_deltas(self.comm, vector, weight, self.comm_dtype)
+        self.distance = float(torch.linalg.vector_norm(local_delta.sub_(vector)))
+        return local_delta
+
     def end_epoch(self, vector: Tensor, index: int, weight: float, remainder_frames: int) -> int:
         """vector <- `model` after a last averaging, if any worker has trained since the one before."""
         with self.comm.time_as_wait():
@@ -412,10 +421,7 @@ class BlockMomentum(_Remembering):
 
     def average(self, vector: Tensor, index: int, weight: float) -> None:
         """vector <- S(t), the same bits on every worker; a worker of weight 0 is excluded from G and joins again."""
-        vector.sub_(self.block_initial)
-        local_delta = self.comm.workspace("local_delta", vector.numel(), vector.dtype, vector.device).copy_(vector)
-        mean_of_deltas(self.comm, vector, weight, self.comm_dtype)
-        self.distance = float(torch.linalg.vector_norm(local_delta.sub_(vector)))
+        self.mean_change(vector, self.block_initial, weight)
         model = self.model()
         self.momentum_buffer.mul_(self.momentum).add_(vector, alpha=self.learning_rate)
         model.add_(self.momentum_buffer)
@@ -457,8 +463,8 @@ class Elastic(_Remembering):
 
     @classmethod
     def copies(cls, comm_dtype: CommDtype, world_size: int) -> int:
-        """C, this worker's difference from it, and that from the mean."""
-        return 3 + super().copies(comm_dtype, world_size)
+        """C, and this worker's difference from it."""
+        return 2 + super().copies(comm_dtype, world_size)
 
     def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
         super().__init__(config, comm)
@@ -470,12 +476,9 @@ class Elastic(_Remembering):
     def average(self, vector: Tensor, index: int, weight: float) -> None:
         """A worker of weight 0 is excluded from the mean and continues from C. The others count alike, whatever their
         weight."""
-        vector.sub_(self.center)
-        own = self.comm.workspace("local_delta", vector.numel(), vector.dtype, vector.device).copy_(vector)
-        mean_of_deltas(self.comm, vector, float(weight > 0), self.comm_dtype)
-        self.distance = float(torch.linalg.vector_norm(own - vector))
+        own = self.mean_change(vector, self.center, float(weight > 0))
         if weight > 0:
-            own.mul_(1.0 - self.elasticity / self.comm.world_size).add_(self.center)
+            own.add_(vector).mul_(1.0 - self.elasticity / self.comm.world_size).add_(self.center)
         self.center.add_(vector, alpha=self.elasticity)
         vector.copy_(own if weight > 0 else self.center)
 
