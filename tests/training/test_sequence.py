@@ -181,7 +181,8 @@ def test_workers_share_what_can_be_used(
         lattices = {name: lattice for name, lattice in lattices.items() if name not in of_one}
         settings = [f"criterion.lattices={write_lattice_dir(tmp_path / 'lats', lattices)}"]
     settings += ["data.cv.fraction=null", f"data.cv.utterances={tmp_path / 'held_out'}", "schedule.epochs=1"]
-    run_workers(2, lambda comm: run_training(corpus.recipe(tmp_path, *settings), tmp_path / "run", "cpu", comm))
+    recipe = corpus.recipe(tmp_path, *settings)  # by one process: workers that all write it read it half written
+    run_workers(2, lambda comm: run_training(recipe, tmp_path / "run", "cpu", comm))
     frames = sum(len(corpus.labels[name]) for name in left)
     assert rows_of(tmp_path / "run", "train")[0]["frames"] == frames
     workers = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
