@@ -1,7 +1,7 @@
 """Tables and plot of `smbr_study.sh`: python recipes/an4/smbr_study.py exp/an4/smbr-study --out docs/results/an4-smbr
 
-Writes OUT.json, what each run came to, OUT.png and OUT.md. With OUT.json in place of the folder it makes plot and tables of
-what is recorded there.
+Writes OUT.json, what each run came to, and OUT.svg, and prints the tables. With OUT.json in place of the folder it makes plot
+and tables of what is recorded there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import numpy as np
 
 from ddnn.decoding.word_errors import bootstrap_wer, edit_counts, read_reference, speaker_numbers
 from ddnn.kaldi.data_dir import read_text
-from ddnn.report.figures import legend_below, new_figure, save, style, tidy
+from ddnn.report.figures import legend_below, new_figure, style, tidy
+from ddnn.reproduce.plots import save_svg
 from ddnn.runs.metrics import read_metrics
+from ddnn.util.text import plural
 
 GRAPHS = ("graph", "graph_ug")
 Study = dict[str, Any]
@@ -131,11 +133,13 @@ def draw(study: Study, path: Path) -> Path:
             color, marker, _ = style({1: 0, 4: 1, 16: 2}[workers])
             line = {1e-5: "-", 2e-5: "--", 4e-5: "--" if workers == 16 else ":", 1.6e-4: ":"}[float(rate)]
             means = [fmean(curve[p] for curve in curves) for p in passes]
-            axes.plot(passes, means, color=color, marker=marker, linestyle=line, label=f"{workers} workers, {rate}")
+            axes.plot(
+                passes, means, color=color, marker=marker, linestyle=line, label=f"{plural(workers, 'worker')}, {rate}"
+            )
         tidy(axes, title, "pass", "held-out expected accuracy (%)")
         axes.set_xticks(range(5))
     legend_below(figure, panels[0])
-    return save(figure, path)
+    return save_svg(figure, path)
 
 
 PAIRS = (
@@ -158,7 +162,7 @@ def main() -> None:
     source, out = arguments.study, arguments.out
     study = collect(source, arguments.test) if source.is_dir() else json.loads(source.read_text())
     out.with_suffix(".json").write_text(f"{json.dumps(study, separators=(',', ':'))}\n")
-    draw(study, out.with_suffix(".png"))
+    draw(study, out.with_suffix(".svg"))
     sections = {
         "Word error rates": wer_table(study, PAIRS),
         "Several workers": accuracy_table(study, "own"),
