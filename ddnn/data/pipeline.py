@@ -142,7 +142,7 @@ def training_data(
     index, cv_source, shard = plan.index, plan.cv_source, plan.shards[rank]
     if num_shards > 1:
         sizes = [int(index.num_frames[shard].sum()) for shard in plan.train_shards]
-        log.info("shards of %s to %s frames for %d workers", f"{min(sizes):,}", f"{max(sizes):,}", num_shards)
+        log.info("shards: %s to %s frames for %d workers", f"{min(sizes):,}", f"{max(sizes):,}", num_shards)
     dataset = load(plan.source, shard)
     train = dataset.subset(local_positions(shard, plan.train_utterances))
     if cv_source is None:

@@ -155,7 +155,7 @@ def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicato
                 raise
             message = f"{' with '.join(corpus.keys)}: {error.message}"
             raise DataError(message, location=error.location, hint=error.hint) from error
-        log.info("%s: %s of %d dims", corpus.data, part.index.size(), config.features.width(part.index.dim))
+        log.info("data: %s: %s of %d dims", corpus.data, part.index.size(), config.features.width(part.index.dim))
         source.check_fits(part, f"of {corpus.keys[0]}")
         source = replace(source, parts=(*source.parts, part))
     return source

@@ -30,6 +30,7 @@ from ddnn.distributed.groups import Groups, watch
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.distributed.transport import open_transport
 from ddnn.nn.acoustic_model import AcousticModel, load_model
+from ddnn.nn.layers import describe_sizes
 from ddnn.nn.network import noise_generator
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.recipe.load import dump_recipe
@@ -271,7 +272,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
         check_split(whole, network.partition, trainer.eager_step.workspace.arithmetic)
     # Only now: a resume that is refused changes nothing.
     run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
-    run.record(start_row(trainer, data, describe_parameters(recipe, layers)))
+    run.record(start_row(trainer, data, f"{describe_sizes(layers)}, {describe_parameters(recipe, layers)}"))
     progress, epochs = trainer.progress, trainer.schedule.max_epochs
     run.set_status(
         phase="training", epoch=progress.epoch, minibatch=progress.minibatch, max_epochs=epochs, rbm=None, num_rbms=None
@@ -336,15 +337,15 @@ def assemble_trainer(
     return trainer
 
 
-def start_row(trainer: Trainer, data: TrainingData, parameters: str) -> StartRow:
-    """What this start of the training found, which is also logged, as the `parameters` in words. Collective."""
+def start_row(trainer: Trainer, data: TrainingData, network: str) -> StartRow:
+    """What this start of the training found, which is also logged, as the `network` in words. Collective."""
     groups, world, scale = trainer.groups, trainer.groups.world, trainer.averager.lr_scale
     frames = groups.data.all_gather_object([len(data.train), len(data.cv)])
     train_frames, cv_frames = map(sum, zip(*frames, strict=True))
     log.info(
-        "%s; %s training frames, %s cross-validation frames; learning rates%s multiply the gradient summed "
+        "network: %s; %s training frames, %s cross-validation frames; learning rates%s multiply the gradient summed "
         "over %d frames%s",
-        *(parameters, f"{train_frames:,}", f"{cv_frames:,}"),
+        *(network, f"{train_frames:,}", f"{cv_frames:,}"),
         f" times {scale:g}" if scale > 1 else "",
         *(trainer.minibatch_size, " of each worker" if groups.data.world_size > 1 else ""),
     )

@@ -105,7 +105,7 @@ def _check_hosts(workers: Sequence[Sequence[Any]], location: str | PathLike[str]
         if level is not None and needed > WARN_FRACTION * available:
             log.warning("memory is scarce: %s", message)
         elif level is not None:
-            log.log(level, "%s", message)
+            log.log(level, "memory: %s", message)
 
 
 def _memory_hint(estimate: Estimate, workers: int, available: int) -> tuple[str | None, str]:
