@@ -27,7 +27,7 @@ include_patterns = [
     "recipes/*/corpus/README.md",
     "tests/golden/README.md",
 ]
-exclude_patterns = ["docs/_build"]
+exclude_patterns = [".*", "docs/_build"]  # without the first it looks through .venv
 myst_enable_extensions = ["alert", "colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 smartquotes = False  # --hours is not an en dash

@@ -15,6 +15,8 @@ import pytest
 
 # One thread per process: the tests run in parallel, and two OpenMP threads on small GEMMs are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Open MPI's one-sided transfers by libfabric, which ddnn does not use: opening them takes each start of workers 1 s.
+os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 
 # Under nohup SIGHUP is ignored, in the background of a script SIGINT: by whatever the tests start, too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

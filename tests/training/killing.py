@@ -89,7 +89,7 @@ class Several:
     def __init__(self, recipe: Path, run: Path, workers: int) -> None:
         words = ["train", str(recipe), "--run-dir", str(run), "--workers", str(workers), "--device", "cpu"]
         words += ["--resume=auto", "--set", "parallel.max_restarts=1000"]  # early kills leave no checkpoint
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMIX_", "OMPI_"))}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMIX_", "OMPI_COMM_"))}
         self.run, self.lost_a_worker = str(run), False
         with run.with_suffix(".out").open("a") as said:
             self.process = subprocess.Popen(

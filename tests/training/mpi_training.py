@@ -112,7 +112,7 @@ def overlapped(comm: Communicator) -> dict[str, Any]:
 def every_strategy(comm: Communicator) -> dict[str, Any]:
     """Trainings on shards of very different size: all end, with the same bits on every worker."""
     results: dict[str, Any] = {}
-    frames = (7 + 23 * comm.rank) * MINIBATCH
+    frames = (7 + 10 * comm.rank) * MINIBATCH
     for options in (
         make_parallel_config(),
         make_parallel_config(comm_dtype="bfloat16", averaging_period=3),

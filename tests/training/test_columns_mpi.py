@@ -109,7 +109,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("columns")
     (folder / "patch").mkdir()
     shutil.copy(deaths.__file__, folder / "patch/sitecustomize.py")
-    done = train(new_recipe(folder, count=24, frames=100), folder / "run", 2, 2)
+    done = train(new_recipe(folder, count=12, frames=100), folder / "run", 2, 2)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 

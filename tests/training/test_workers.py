@@ -25,7 +25,7 @@ from ddnn.util.system import usable_cores
 
 DDNN = [sys.executable, "-m", "ddnn.cli"]
 ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMIX_"))},
+    **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_COMM_", "PMIX_"))},
     "OMP_NUM_THREADS": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
