@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
     "top": 3_350,
-    "averaging": 6_500,
+    "averaging": 6_750,
     "bench": 4_960,
     "cli": 6_650,
     "data": 16_150,
@@ -31,8 +31,8 @@ TOKENS = {
     "lattices": 4_000,
     "nn": 31_800,
     "optim": 10_900,
-    "recipe": 12_850,
-    "report": 17_700,
+    "recipe": 13_000,
+    "report": 17_750,
     "reproduce": 17_050,
     "runs": 13_050,
     "slurm": 6_600,
@@ -46,7 +46,7 @@ gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
     "modules over 400 lines": 15,
-    "longest file": 600,
+    "longest file": 640,
     "longest function": 55,
     "most imports of ddnn in a file": 37,
     "modules with one importer": 31,
