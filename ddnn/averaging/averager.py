@@ -37,6 +37,7 @@ from ddnn.averaging.strategies import (
     AllReduce,
     AveragingOptions,
     Interval,
+    gather_weights,
     make_strategy,
     weighted_mean,
 )
@@ -50,7 +51,8 @@ from ddnn.optim.sgd import Sgd
 log = logging.getLogger(__name__)
 
 REQUEST_SYNC_PERIOD, REQUEST_SYNC_SECONDS = 8, 30.0
-"""With gossip strategies: at most so many averagings, and about so many seconds, between two exchanges of requests."""
+"""Where intervals end without a message from all workers to all: at most so many intervals, and about so many seconds, between two
+exchanges of requests."""
 
 TIMED = ("data", "compute", "averaging")
 
@@ -257,7 +259,7 @@ class _SeveralWorkersAverager(Averager):
         self.parameters = network.parameters
         self._staging = StagingBuffer(self.parameters, groups.data.transport, own_buffer=self.overlapped)
         self.reset()
-        self.interval, self._request_sync_period = config.interval(config.averaging_period), 1
+        self.interval, self._request_sync_period = config.interval, 1
         self._prepare()
 
     def _prepare(self) -> None:
@@ -273,11 +275,14 @@ class _SeveralWorkersAverager(Averager):
         self.network.parameters_changed()
         world = self.groups.world
         self._averagings_per_epoch = world.all_reduce_min(self.interval.completed(num_minibatches, num_frames))
-        # Gossip has no other message from all to all: there one at each averaging would make every worker wait.
         rare = max(1, min(REQUEST_SYNC_PERIOD, int(REQUEST_SYNC_SECONDS / max(longest, 1e-9))))
-        self._request_sync_period = world.all_reduce_min(rare if self.strategy.gossip else 1)
+        self._request_sync_period = world.all_reduce_min(rare if self._syncs_rarely() else 1)
         self.timer.mark("averaging")
         return num_minibatches
+
+    def _syncs_rarely(self) -> bool:
+        """Whether no other message goes from all to all after an interval, so that one at each would make every worker wait."""
+        return self.strategy.gossip
 
     def log_averagings(self) -> None:
         if self.groups.world.rank:
@@ -285,9 +290,7 @@ class _SeveralWorkersAverager(Averager):
         end = "then the model of rank 0" if self.average_gradient else "and the mean at its end"
         log.info("model averaging: %d per epoch, %s", self._averagings_per_epoch, end)
         if self._averagings_per_epoch == 0:
-            log.warning(
-                "the smallest shard has fewer than parallel.averaging_period = %d minibatches", self.interval.period
-            )
+            log.warning("the smallest shard has fewer than the %s of an averaging interval", self.interval)
 
     def broadcast(self) -> None:
         with self._staged_parameters() as vector:
@@ -357,15 +360,15 @@ class BlockingAverager(_SeveralWorkersAverager):
         if intervals == before or intervals > (self._averagings_per_epoch or 0):
             return False
         self._end_interval()
-        self._average_interval(intervals)
+        averaged = self._after_interval(intervals)
         self.begin_interval()
-        return True
+        return averaged
 
     def _completed_intervals(self) -> int:
         return self.interval.completed(self.counters.minibatches, self.counters.frames)
 
-    def _average_interval(self, intervals: int) -> None:
-        """theta <- A(theta)."""
+    def _after_interval(self, intervals: int) -> bool:
+        """theta <- A(theta); whether this averages."""
         weight = self._begin_averaging()
         with self._staged_parameters() as vector:
             self.strategy.average(vector, self._index, weight)
@@ -373,6 +376,7 @@ class BlockingAverager(_SeveralWorkersAverager):
         self._index += 1
         self._count_averaging(self._before.sub_(self.parameters))
         self._sync_requests_after(intervals)
+        return True
 
     def _begin_averaging(self) -> float:
         """Keeps the parameters as they are now; returns this worker's weight, the frames of the interval."""
@@ -415,6 +419,31 @@ class BlockingAverager(_SeveralWorkersAverager):
         self.timer.mark("averaging")
 
 
+class EpochAverager(BlockingAverager):
+    """Averages the parameters at the end of each epoch. Within it the workers only exchange requests, and whether their models
+    are finite, so that a request does not wait for the end of the epoch, and training ends where no model is finite."""
+
+    def _prepare(self) -> None:
+        self._norm = 0.0
+
+    def _syncs_rarely(self) -> bool:
+        return True
+
+    def log_averagings(self) -> None:
+        log.info("model averaging: at the end of each epoch")
+
+    def _after_interval(self, intervals: int) -> bool:
+        if intervals % self._request_sync_period == 0:
+            before, self._norm = self._norm, self._replica_norm(_norm(self.parameters))
+            finite = math.isfinite(self._norm)
+            if math.isfinite(before) and not finite:
+                text = "worker %d on %s: its model is not finite and will be excluded from the mean at the end of the epoch"
+                log.warning(text, self.groups.world.rank, self.groups.world.host)
+            gather_weights(self.groups.data, float(finite))
+            self.sync_requests()
+        return False
+
+
 class OverlappedAverager(BlockingAverager):
     """Averages on a thread of its own while the next interval is trained; see the module's docstring. While an
     averaging is pending nothing may be sent in any group, but for what `begin_epoch` sends."""
@@ -428,7 +457,7 @@ class OverlappedAverager(BlockingAverager):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._pending: Future[None] | None = None
 
-    def _average_interval(self, intervals: int) -> None:
+    def _after_interval(self, intervals: int) -> bool:
         """s <- theta, handed to the averaging, once the last one has corrected theta."""
         self.wait()
         self._sync_requests_after(intervals)  # while nothing is pending
@@ -441,6 +470,7 @@ class OverlappedAverager(BlockingAverager):
                 self.strategy.average(self._sent, index, weight)
 
         self._pending = self._thread.submit(average_beside_training)
+        return True
 
     def wait(self) -> None:
         """theta <- theta + (A(s) - s), where an averaging is pending; A(s) where s was not finite."""
@@ -563,6 +593,8 @@ def make_averager(config: AveragingOptions, groups: Groups, network: Network | R
         return ReplicaAverager(config, groups, network, optimizer)
     if STRATEGIES[config.strategy].unit == "gradients":
         return GradientAverager(config, groups, network, optimizer)
+    if config.averaging_frames == "epoch":
+        return EpochAverager(config, groups, network, optimizer)
     averager = OverlappedAverager if config.overlap else BlockingAverager
     return averager(config, groups, network, optimizer)
 

@@ -30,6 +30,9 @@ class Interval:
 
     period: int
 
+    def __str__(self) -> str:
+        return f"{self.period} minibatches"
+
     def completed(self, minibatches: int, frames: int) -> int:
         """How many intervals are complete after so many minibatches of an epoch, of so many frames in all: of those that a
         worker has trained on, or can train on. One minibatch completes one interval at most."""
@@ -39,6 +42,9 @@ class Interval:
 class FrameInterval(Interval):
     """`period` frames, no fewer than any minibatch has, and what the minibatch that completes them has more; the next
     interval is shorter by as many."""
+
+    def __str__(self) -> str:
+        return f"{self.period} frames"
 
     def completed(self, minibatches: int, frames: int) -> int:
         return frames // self.period
@@ -50,7 +56,9 @@ class AveragingOptions:
 
     strategy: str = "all-reduce"  # a key of `STRATEGIES`
     averaging_period: int = 10  # between two averagings, of each worker; minibatches
-    interval: type[Interval] = Interval  # or what else `averaging_period` counts
+    averaging_frames: int | Literal["epoch", "auto"] | None = (
+        None  # or frames; "epoch": only at its end; "auto": not chosen yet
+    )
     comm_dtype: CommDtype = "float32"  # the type in which vectors are sent
     overlap: bool = False  # train the next interval while the last averaging is under way
     local_momentum: Literal["keep", "average", "reset"] = "keep"  # what an averaging does to the optimizer's momentum
@@ -59,6 +67,11 @@ class AveragingOptions:
     block_learning_rate: float = 1.0
     nesterov: bool = False
     elasticity: float = 0.9  # of elastic averaging: how much of the workers' mean change the center takes
+
+    @property
+    def interval(self) -> Interval:
+        frames = self.averaging_frames
+        return FrameInterval(frames) if isinstance(frames, int) else Interval(self.averaging_period)
 
 
 class NoFiniteModelError(DivergedError):

@@ -319,6 +319,7 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     # One worker may be only the default, of a recipe that a job of several workers runs.
     yield from (each for each in worker_problems(recipe) if recipe.parallel.workers > 1 or "workers" not in each.key)
     yield from _overlap(recipe.parallel)
+    yield from _averaging_by_epochs(recipe.parallel)
     yield from _stages(recipe)
     if recipe.criterion != "ce":
         yield from _sequence(recipe)
@@ -363,8 +364,12 @@ def unread_keys(recipe: Recipe) -> dict[str, str]:
     if parallel.strategy == "gradient-all-reduce":
         add("parallel", "gradients are averaged at every minibatch", "averaging_period", "averaging_frames")
         add("parallel", "averaged gradients give every worker the same momentum", "local_momentum")
-    elif parallel.averaging_frames is not None:
-        add("parallel", "parallel.averaging_frames is given", "averaging_period")
+    elif parallel.averaging_frames == "epoch":
+        add(
+            "parallel", "the optimizer's momentum is cleared where parallel.averaging_frames is epoch", "local_momentum"
+        )
+        if parallel.strategy == "all-reduce":
+            add("parallel", "the mean at the end of an epoch is sent as float32", "comm_dtype")
     if parallel.warmup == "none":
         add("parallel", "parallel.warmup is none", "warmup_minibatches")
     if isinstance(recipe.criterion, SequenceConfig):
@@ -512,6 +517,19 @@ def _rbms(model: ModelConfig, pretrain: PretrainConfig) -> Iterator[Complaint]:
     elif model.layers_below_rbms() and pretrain.below is None and pretrain.dbn is None:
         hint = "train the network with init: random first, and name its run dir"
         yield Complaint("pretrain.below", f"not given, but there are other layers below those of the RBMs: {hint}")
+
+
+def _averaging_by_epochs(parallel: ParallelConfig) -> Iterator[Complaint]:
+    if parallel.averaging_frames != "epoch":
+        return
+    key = "parallel.averaging_frames"
+    if parallel.strategy in ("butterfly", "ring", "hopping-ring"):
+        why = "whose epochs end with the mean of all-reduce; set strategy: all-reduce"
+        yield Complaint(key, f"epoch found beside strategy: {parallel.strategy}, {why}")
+    if parallel.overlap:
+        yield Complaint(
+            key, "epoch found beside overlap: true, but there is no interval to train beside; set it to false"
+        )
 
 
 def _overlap(parallel: ParallelConfig) -> Iterator[Complaint]:

@@ -406,9 +406,9 @@ class WorkersConfig(Section):
     backward in turn, which with SGD needs memory for at most `stages` of them."""
     averaging_period: Count = 10
     """Minibatches of each worker between two averaging steps."""
-    averaging_frames: Count | None = None
+    averaging_frames: Count | Literal["epoch"] | None = None
     """Instead of `averaging_period`: frames of each worker between two averaging steps, rounded to whole minibatches. This
-    suits utterances, whose lengths differ."""
+    suits utterances, whose lengths differ. `epoch`: parameters are averaged at the end of each epoch only."""
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"
     """Warm-up before the first epoch. `single-worker`: rank 0 alone trains on its shard, at the unscaled learning rate, and
     gives its model to all workers. `all-reduce`: parameters are averaged after every minibatch."""
@@ -447,7 +447,15 @@ class WorkersConfig(Section):
     def period(self) -> str:
         """Between two averaging steps, in words."""
         frames = self.averaging_frames
-        return f"{self.averaging_period} minibatches" if frames is None else f"{frames} frames"
+        if frames is None:
+            return f"{self.averaging_period} minibatches"
+        return f"{frames} frames" if isinstance(frames, int) else f"one {frames}"
+
+    def averaging_minibatches(self, frames: float) -> float:
+        """Minibatches of so many frames between two averaging steps; infinite where there are none within an epoch."""
+        if isinstance(self.averaging_frames, int):
+            return max(1.0, self.averaging_frames / frames)
+        return math.inf if self.averaging_frames == "epoch" else self.averaging_period
 
     @property
     def replicas(self) -> int:

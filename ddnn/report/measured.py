@@ -142,7 +142,8 @@ def _of_run(run: Run) -> Measurement:
         raise DataError(message, location=run.path, hint="predict from other runs, with --network and --layouts")
     epoch = frames / (shape.shared_by * len({row.epoch for row in rows}))
     activation_bytes = 2 if run.start and run.start.precision == "bf16" else 4
-    job = Job(parameters, operations, size, parallel.averaging_period, epoch, layers, activation_bytes)
+    period = min(parallel.averaging_minibatches(size), epoch / shape.replicas / size)
+    job = Job(parameters, operations, size, max(1, round(period)), epoch, layers, activation_bytes)
     total, compute = fmean(row.seconds or 0.0 for row in rows), seconds("compute") + seconds("data")
     comm = fmean(row.comm_seconds or 0.0 for row in rows)
     overlap = parallel.overlap and workers > 1
@@ -157,7 +158,7 @@ def _of_run(run: Run) -> Measurement:
         averagings=fmean(row.averagings for row in rows),
         compute=compute,
         rest=max(0.0, total - compute - seconds("wait") - blocking),
-        block_std=_block_std(rows),
+        block_std=_block_std(rows) if any(row.averagings for row in rows) else None,
         final_mean=averages_parameters(parallel.strategy),
         columns=shape.columns,
         stages=shape.stages,

@@ -207,7 +207,8 @@ def _setting(recipe: Recipe | None, key: str) -> Any:
     alone = recipe is not None and recipe.parallel.workers == 1 and key.startswith("parallel.")
     if recipe is None or (alone and key != "parallel.cpu_threads") or not is_read(recipe, key):
         return None
-    value = get_value(recipe, key)
+    by_frames = key == "parallel.averaging_period" and recipe.parallel.averaging_frames is not None
+    value = recipe.parallel.period if by_frames else get_value(recipe, key)
     return "not set" if value is None else value
 
 

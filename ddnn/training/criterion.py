@@ -113,7 +113,7 @@ class UtteranceCriterion(Criterion):
         self.sizes = MinibatchSizes(self._sampler.batch_size, self._sampler.batch_size)
         self.make_objective = self._objective_for(data.dataset)
         longest, period = groups.world.all_gather_object(self.sizes.end), recipe.parallel.averaging_frames
-        if period is not None and period < max(longest):
+        if isinstance(period, int) and period < max(longest):
             message = f"{period} found, expected at least {max(longest)}: the longest minibatch has as many frames"
             raise RecipeError(message, location="parallel.averaging_frames")
 

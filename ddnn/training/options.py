@@ -11,7 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, FrameInterval
+from ddnn.averaging.strategies import STRATEGIES, AveragingOptions
 from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex
@@ -136,8 +136,6 @@ def make_partition(layers: Sequence[Layer], groups: Groups) -> Partition:
 def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> AveragingOptions:
     """How the workers of a training average; `momentum` is the optimizer's."""
     options = _taken(AveragingOptions, parallel)
-    if parallel.averaging_frames is not None:
-        options = replace(options, averaging_period=parallel.averaging_frames, interval=FrameInterval)
     return options if momentum else replace(options, local_momentum="keep")
 
 

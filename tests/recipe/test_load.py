@@ -484,6 +484,30 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
             "minibatch_size: 0 found, expected a whole number >= 1, or a mapping of start, end, epochs",
         ),
         (["minibatch_scope=all"], "minibatch_scope: the text 'all' found, expected worker or total"),
+        (
+            ["parallel={strategy: ring, averaging_frames: epoch}"],
+            "parallel.averaging_frames: epoch found beside strategy: ring, whose epochs end with the mean of all-reduce; set",
+        ),
+        (
+            ["parallel={overlap: true, averaging_frames: epoch}"],
+            "parallel.averaging_frames: epoch found beside overlap: true, but there is no interval to train beside; set",
+        ),
+        (
+            ["parallel={comm_dtype: bfloat16, averaging_frames: epoch}"],
+            "parallel.comm_dtype: never read, as the mean at the end of an epoch is sent as float32; remove it",
+        ),
+        (
+            ["parallel={strategy: bmuf, local_momentum: keep, averaging_frames: epoch}"],
+            "parallel.local_momentum: never read, as the optimizer's momentum is cleared where parallel.averaging_frames is",
+        ),
+        (
+            ["parallel={strategy: gradient-all-reduce, averaging_frames: epoch}"],
+            "parallel.averaging_frames: never read, as gradients are averaged at every minibatch; remove it",
+        ),
+        (
+            ["parallel.averaging_frames=epochs"],
+            "parallel.averaging_frames: the text 'epochs' found, expected a whole number >= 1 or epoch",
+        ),
         (["schedule={name: exponential, criterion: loss}"], "schedule.criterion: never read by exponential"),
         (
             ["schedule={name: exponential, final_learning_rate: 0.1}"],

@@ -285,6 +285,13 @@ def test_keys_that_one_run_sets_and_keys_beyond_the_table_are_named(tmp_path: Pa
     assert rest and f"{len(rest)} more keys differ: {', '.join(rest)}" in found.as_text()
 
 
+@pytest.mark.parametrize(("frames", "shown"), [("2500", "2500 frames"), ("epoch", "one epoch"), ("null", "10")])
+def test_how_often_parameters_were_averaged_is_shown(tmp_path: Path, frames: str, shown: str) -> None:
+    run = write_run(tmp_path / "run", rows_of(2), f"{{workers: 2, averaging_frames: {frames}}}")
+    rows = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in report([run], None).as_text().splitlines()}
+    assert rows["averaging_period"] == shown
+
+
 def test_overloaded_cores_are_warned_of(tmp_path: Path) -> None:
     """Wall-clock time of compute that is no CPU time was spent waiting for a core. A GPU's host need not compute."""
     runs = [

@@ -261,6 +261,26 @@ def test_run_dirs(tmp_path: Path) -> None:
     assert [check.workers for check in scaling.checks] == [2]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "averagings", "period"),
+    [
+        ("averaging_frames: 2560", 11, 10),
+        ("averaging_frames: 100", 112, 1),
+        ("averaging_frames: 1000000", 0, 112),
+        ("averaging_frames: epoch", 0, 112),
+    ],
+)
+def test_an_averaging_period_of_frames_or_an_epoch(tmp_path: Path, parallel: str, averagings: int, period: int) -> None:
+    """In minibatches, of which each worker has 112. Without an averaging the times between two are not known."""
+    one = write_run(tmp_path / "one", rows_of(1, averagings=0, comm_seconds=0.0))
+    two = write_run(tmp_path / "two", rows_of(2, averagings=averagings), f"{{workers: 2, {parallel}}}")
+    (found,) = read_measured(two)
+    assert (found.job.averaging_period, found.block_std is None) == (period, averagings == 0)
+    (alone,) = read_measured(write_run(tmp_path / "alone", rows_of(1), f"{{{parallel}}}"))
+    assert alone.job.averaging_period == period
+    assert [check.workers for check in scale([one, two], ScaleOptions(workers=(1, 2, 4)), None).checks] == [2]
+
+
 def test_runs_on_overloaded_cores_are_refused_unless_asked_for(tmp_path: Path, run_cli: RunCli) -> None:
     """The time that they waited for a core would be taken for contention."""
     one = write_run(tmp_path / "one", rows_of(1, averagings=0, comm_seconds=0.0))

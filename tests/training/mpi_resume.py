@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from toy import SIZES, Recorder, toy_trainer, train_to_end, with_combination
+from training.toy import SIZES, Recorder, toy_trainer, train_to_end, with_combination
 from variants import make_optimizer_config, make_parallel_config
 
 from ddnn.distributed.communicator import Communicator, SingleProcess
@@ -39,7 +39,11 @@ WAYS: dict[str, tuple[ParallelConfig, OptimizerConfig]] = {
     "elastic": (make_parallel_config(averaging_period=3, strategy="elastic", elasticity=0.7), MOMENTUM),
     "bmuf, overlap": (make_parallel_config(averaging_period=3, strategy="bmuf", overlap=True), make_optimizer_config()),
 }
-
+ONCE: dict[str, tuple[ParallelConfig, OptimizerConfig]] = {
+    "once an epoch": (make_parallel_config(averaging_frames="epoch", averaging_period=3), MOMENTUM),
+    "bmuf once an epoch": (make_parallel_config(strategy="bmuf", averaging_frames="epoch", averaging_period=3), NG),
+}
+"""With few requests, so that these are stopped at each: test_resume.py."""
 
 GROWING = {"average momentum", "butterfly", "gradient-all-reduce", "bmuf"}
 """Ways with another minibatch size in each epoch."""
@@ -65,7 +69,7 @@ def resumable(
     comm: Communicator, folder: Path, way: str, shutdown: GracefulShutdown, loaded: LoadedCheckpoint | None
 ) -> Trainer:
     """A training that writes checkpoints in `folder`, restored from `loaded`."""
-    options, optimizer = WAYS[way]
+    options, optimizer = (WAYS | ONCE)[way]
     run = Recorder()
     checkpoints = CheckpointPolicy(CheckpointStore(folder, 2, comm), shutdown, run)
     # Unequal shards: some workers have a remainder, in which there are no averagings.
@@ -141,6 +145,7 @@ def check(comm: Communicator, folder: Path, way: str, requests: int) -> dict[str
     return {
         "within": loaded.metadata.epoch_fraction > 0,
         "epoch": loaded.metadata.epoch,
+        "models": len(torch.unique(comm.all_gather(stopped.model.network.parameters), dim=0)),
         "fisher": any("preconditioner" in name for name in whole.optimizer.state_dict()),
         "same": all(one[0] for one in everyone),
         "stopped": all(one[1] for one in everyone),

@@ -12,7 +12,7 @@ from training.toy import toy_model
 from variants import make_optimizer_config, make_parallel_config, make_schedule_config
 
 from ddnn.averaging.averager import Request
-from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, FrameInterval, make_strategy
+from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, FrameInterval, Interval, make_strategy
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.groups import Groups
 from ddnn.optim.natural_gradient import NaturalGradientOptions
@@ -64,7 +64,7 @@ CONSTANT = {"initial_learning_rate": 0.1, "epochs": 5}
 PASSES = {**CONSTANT, "halving_factor": 0.5}
 POWER = {**CONSTANT, "decay_epochs": 3.0, "exponent": 0.5}
 COMBINATION = {"keep": "best", "average_last": 4, "moving_average_epochs": 0.5}
-WORKERS = {"averaging_period": 4, "overlap": True, "comm_dtype": "bfloat16"}
+WORKERS = {"averaging_period": 4, "overlap": True, "comm_dtype": "bfloat16", "averaging_frames": 5}
 AVERAGING = {**WORKERS, "strategy": "ring", "scale_learning_rate": False, "local_momentum": "average"}
 BMUF = {
     **WORKERS, "strategy": "bmuf", "scale_learning_rate": True, "local_momentum": "keep", "block_momentum": 0.3,
@@ -73,7 +73,7 @@ BMUF = {
 ELASTIC = {**AVERAGING, "strategy": "elastic", "elasticity": 0.5}
 ELSEWHERE = {
     "workers", "warmup", "warmup_minibatches", "oversubscribe_gpus", "pretrain_data", "max_restarts", "hang_timeout",
-    "cpu_threads", "gpu_transport", "columns", "stages", "microbatches", "pipeline", "averaging_frames",
+    "cpu_threads", "gpu_transport", "columns", "stages", "microbatches", "pipeline",
 }  # fmt: skip
 """Keys of `parallel` that are no option of an averaging."""
 
@@ -152,8 +152,10 @@ def test_options_of_averaging(keys: dict[str, Any]) -> None:
 
 def test_an_interval_of_frames() -> None:
     options = averaging_options(make_parallel_config(averaging_frames=2500))
-    assert (options.interval, options.averaging_period) == (FrameInterval, 2500)
+    assert options.interval == FrameInterval(2500) and str(options.interval) == "2500 frames"
+    assert averaging_options(make_parallel_config()).interval == Interval(10)
     assert make_parallel_config(averaging_frames=2500).period == "2500 frames"
+    assert make_parallel_config(averaging_frames="epoch").period == "one epoch"
     assert make_parallel_config().period == "10 minibatches"
 
 

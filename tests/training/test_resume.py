@@ -24,6 +24,7 @@ from distributed.threads import run_workers
 from forked_python import forked_python
 from jobs import RunCli, assert_refused, make_job
 from training.launching import mpi_script
+from training.mpi_resume import check as check_resume
 from training.toy import MINIBATCH, toy_trainer
 from variants import make_parallel_config
 
@@ -183,6 +184,19 @@ def test_workers_stopped_anywhere_and_resumed(resumed_workers: dict[str, Any]) -
     assert sum(one["fisher"] for one in found.values()) == 4, "with NG-SGD the Fisher matrices are compared too"
     for name, one in found.items():
         assert (one["stopped"], one["same"], one["rows"]) == (True, True, True), name
+
+
+@pytest.mark.parametrize("requests", range(8))
+@pytest.mark.parametrize("name", ["once an epoch", "bmuf once an epoch"])
+def test_workers_that_average_once_an_epoch_are_stopped_within_it(name: str, requests: int, tmp_path: Path) -> None:
+    """At each of the six exchanges of requests of the first epoch, where their models differ, and at the end of the first two
+    epochs."""
+    found = run_workers(3, lambda comm: check_resume(comm, tmp_path, name, requests))
+    for one in found:
+        assert (one["stopped"], one["same"], one["rows"]) == (True, True, True)
+        assert (one["epoch"], one["within"], one["models"]) == (
+            (0, True, 3) if requests < 6 else (requests - 5, False, 1)
+        )
 
 
 def test_a_checkpoint_of_another_number_of_workers(resumed_workers: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ import torch
 from variants import make_optimizer_config
 
 from ddnn.averaging.averager import make_averager
-from ddnn.averaging.strategies import Interval
 from ddnn.data.batches import ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset, splice_only
 from ddnn.data.feature_reader import FeatureConfig
@@ -94,7 +93,6 @@ def toy_trainer(
     sizes: MinibatchSizes = SIZES,
     frozen: tuple[int, ...] = (),
     make_objective: MakeObjective = CrossEntropy,
-    interval: type[Interval] = Interval,
 ) -> Trainer:
     """A training by the sections `parallel` and `optimizer` of a recipe, ready to begin; without groups, all workers of `comm` share the
     data. Collective."""
@@ -103,8 +101,7 @@ def toy_trainer(
     network = model.network.with_frozen(frozen).part_of(make_partition(model.network.layers, groups))
     model = replace(model, network=network)
     sgd = optimizer_of(config, network)
-    averaging = replace(averaging_options(parallel, config.momentum), interval=interval)
-    averager = make_averager(averaging, groups, network, sgd)
+    averager = make_averager(averaging_options(parallel, config.momentum), groups, network, sgd)
     averager.broadcast()
     train_frames = toy_shard(groups.data.rank, frames)
     sampler = ShuffledSampler(train_frames, sizes.start, seed=1, rank=groups.data.rank)
