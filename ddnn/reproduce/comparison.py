@@ -1,5 +1,6 @@
 """Whether a corpus confirms what the paper says about two conditions: verdicts, by bootstrap intervals. Word error
-rates: paired, over speakers and seeds (`ddnn.decoding.word_errors`). Frame accuracies: over seeds."""
+rates and frame accuracies of test sets: paired, over speakers and seeds (`ddnn.decoding.word_errors`); where the speakers are
+unknown, over seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from ddnn.decoding.word_errors import MIN_SPEAKERS, REPLICATES, SEED, Estimate, bootstrap_wer, estimate_of
 from ddnn.reproduce.entries import TableEntry, find_entry, main_accuracy, metrics_of
-from ddnn.reproduce.runs import OF_PARAMETERS, WER, RunRecord, WordErrors
+from ddnn.reproduce.runs import ACCURACY, OF_PARAMETERS, WER, RunRecord, WordErrors
 from ddnn.reproduce.tables import BASE, Condition, Hypothesis, ReproduceConfig, Table
 from ddnn.util.text import plural
 
@@ -173,10 +174,7 @@ def _compare_by(metric: str, better: TableEntry, worse: TableEntry, untested: Ve
     seeds = sorted(of_better.keys() & of_worse.keys())
     sign = -1.0 if metric.endswith(WER) else 1.0
     differences = [sign * (of_better[seed] - of_worse[seed]) for seed in seeds]
-    errors = [
-        [run.wers.get(metric.removesuffix(WER), NO_ERRORS) for run in entry.valid if run.seed in seeds]
-        for entry in (worse, better)
-    ]
+    errors = [[_errors(run, metric) for run in entry.valid if run.seed in seeds] for entry in (worse, better)]
     estimate, resampled = _estimate(differences, *errors)
     verdict = untested or (Verdict("not tested", resampled) if estimate is None else _verdict(estimate))
     means = [fmean(values[seed] for seed in seeds) if seeds else None for values in (of_better, of_worse)]
@@ -192,6 +190,15 @@ def _compare_by(metric: str, better: TableEntry, worse: TableEntry, untested: Ve
         prob_improvement=estimate.prob_improvement if estimate else None,
         resampled=resampled if estimate else "",
     )
+
+
+def _errors(run: RunRecord, metric: str) -> WordErrors:
+    """Errors by utterance and speaker, of words or, for a frame accuracy, of frames; none where they or enough speakers are unknown."""
+    frames = run.tests.get(metric.removesuffix(ACCURACY))
+    if frames is None or len(frames.frames) < MIN_SPEAKERS:
+        return run.wers.get(metric.removesuffix(WER), NO_ERRORS)
+    speakers = tuple(range(len(frames.frames)))
+    return WordErrors.model_construct(wer=0.0, words=frames.frames, errors=frames.errors, speakers=speakers)
 
 
 def _verdict(estimate: Estimate) -> Verdict:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ddnn.decoding.word_errors import speaker_numbers
+from ddnn.nn.figures import FRAME_ACCURACY
 from ddnn.recipe.keys import keys
 from ddnn.report.measured import read_measured
 from ddnn.report.runs import Run, compute_cpu_fraction, read_results, read_run
@@ -23,6 +24,7 @@ from ddnn.reproduce.runs import (
     FrameMetrics,
     MeasuredEpoch,
     RunRecord,
+    TestMetrics,
     TimeBreakdown,
     WordErrors,
     read_record,
@@ -66,8 +68,14 @@ def evaluate_run(record: RunRecord, run_dir: Path, tests: Mapping[str, TestSet],
     figures, wers = training_figures(run), dict[str, WordErrors]()
     for name, test in tests.items():
         if test.alignments is not None:
-            result = evaluate(run_dir, test.data, test.alignments, device=device)
-            figures["tests"][name] = FrameMetrics.model_validate(result.figures)
+            by: Literal["speaker"] | None = "speaker" if (test.data / "utt2spk").exists() else None
+            result = evaluate(run_dir, test.data, test.alignments, device=device, by=by)
+            parts = [(part.frames, part.figures[FRAME_ACCURACY.name]) for part in result.parts.values()]
+            counts = {
+                "frames": tuple(frames for frames, _ in parts),
+                "errors": tuple(round(frames * (1.0 - accuracy)) for frames, accuracy in parts),
+            }
+            figures["tests"][name] = TestMetrics.model_validate({**result.figures, **counts})
         wers |= {f"{name} {graph}": errors for graph, errors in _word_errors(run_dir, test, device).items()}
     with suppress(UserError):  # the metrics may not say what the scaling model starts from
         figures["measured"] = MeasuredEpoch.of(read_measured(run_dir)[0])

@@ -63,6 +63,16 @@ class FrameMetrics(Section):
     frame_accuracy: Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+class TestMetrics(FrameMetrics):
+    """On a test set; frames and those of another pdf than the aligned one, of each speaker in the order of their first utterances;
+    empty where the speakers are unknown."""
+
+    __test__ = False  # not one of pytest's
+
+    frames: tuple[Count, ...] = ()
+    errors: tuple[Count, ...] = ()
+
+
 class WordErrors(Section):
     """Word errors with one decoding graph, at the acoustic scale that was best for this run. `words`, `errors` and
     `speakers` have a number for each utterance, in the order of the test set; empty if another scorer counted. Without
@@ -133,7 +143,7 @@ class RunRecord(Section):
     cv_by_epoch: tuple[FrameMetrics | None, ...] = ()  # the same after each epoch, from 1 on; None: not finite
     initial_cv: FrameMetrics | None = None  # the same before training; None: unknown
     baseline: FrameMetrics | None = None  # models that ignore their input, on the same set; None: unknown
-    tests: dict[str, FrameMetrics] = Field({})  # test set -> the final model on it, where it has alignments
+    tests: dict[str, TestMetrics] = Field({})  # test set -> the final model on it, where it has alignments
     wers: dict[str, WordErrors] = Field({})  # test set, or "NAME GRAPH" of several graphs -> word errors
     time: TimeBreakdown | None = None
     measured: MeasuredEpoch | None = None

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors
+from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord, TestMetrics, TimeBreakdown, WordErrors
 from ddnn.reproduce.tables import ReproduceConfig, Table, TestSet, paper
 
 TABLES = {table.name: table for table in paper().tables}
@@ -54,7 +54,7 @@ def record(condition: str, workers: int, seed: int, accuracy: float, wer: float 
         epochs=10,
         cv=figures.model_copy(update={"frame_accuracy": accuracy - 0.01}),
         cv_by_epoch=epochs,
-        tests={"test": figures},
+        tests={"test": TestMetrics.model_validate(dict(figures))},
         wers=wers,
         time=TimeBreakdown(
             seconds=100.0 / workers + 5.0,

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 from reproduce.synthetic import SPEAKERS, TABLES, WORDS, by_name, collapsed, diverged, plan, record, table_records
 
-from ddnn.reproduce.comparison import HypothesisResult, compare, degradations
+from ddnn.decoding.word_errors import MIN_SPEAKERS
+from ddnn.reproduce.comparison import HypothesisResult, MetricResult, compare, degradations
 from ddnn.reproduce.entries import find_entry, main_accuracy, metrics_of, table_entries
-from ddnn.reproduce.runs import RunRecord, WordErrors
+from ddnn.reproduce.runs import RunRecord, TestMetrics, WordErrors
 from ddnn.reproduce.tables import Condition, Hypothesis, Table
 
 GOOD, BAD = Condition(name="good", label="the good"), Condition(name="bad", label="the bad")
@@ -63,6 +64,40 @@ def test_figures_of_a_contrast() -> None:
     assert frames.interval == pytest.approx((0.6, 2.0))
     assert words.difference == pytest.approx(100.0 * len(WORDS) / sum(WORDS))
     assert (frames.resampled, words.resampled, words.seeds) == ("seeds", "speakers", 3)
+
+
+def test_frame_accuracies_are_compared_over_speakers_where_their_frames_are_known() -> None:
+    """One seed in three disagrees, but every speaker agrees; of too few speakers the seeds decide."""
+
+    def with_speakers(run: RunRecord, errors: tuple[int, ...]) -> RunRecord:
+        frames = (100,) * len(errors)
+        test = TestMetrics(loss=1.0, frame_accuracy=1.0 - sum(errors) / sum(frames), frames=frames, errors=errors)
+        return run.model_copy(update={"tests": {"test": test}, "wers": {}})
+
+    def verdict(speakers: int) -> MetricResult:
+        runs = []
+        for seed, gain in enumerate((20, 10, -1), 1):
+            runs.append(with_speakers(record("good", 16, seed, 0.5), (30,) * speakers))
+            runs.append(with_speakers(record("bad", 16, seed, 0.5), (30 + gain,) * speakers))
+        return compared(*runs).metrics[1]
+
+    many = verdict(MIN_SPEAKERS)
+    assert (many.metric, many.resampled) == ("test frame accuracy", "speakers")
+    assert many.difference == pytest.approx(29 / 3) and many.interval is not None
+    assert many.interval == pytest.approx((-1.0, 20.0))  # all speakers are alike: what remains is the draw of the seeds
+    few = verdict(MIN_SPEAKERS - 1)
+    assert few.resampled == "seeds" and few.difference == pytest.approx(29 / 3)
+
+
+def test_a_few_speakers_alone_do_not_confirm() -> None:
+    """All seeds agree, by one speaker of five; the draw of the speakers decides."""
+    runs = []
+    for seed in (1, 2, 3):
+        for name, errors in (("good", (30, 30, 30, 30, 30)), ("bad", (29, 29, 29, 29, 90))):
+            test = TestMetrics(loss=1.0, frame_accuracy=1.0 - sum(errors) / 500, frames=(100,) * 5, errors=errors)
+            runs.append(record(name, 16, seed, 0.5).model_copy(update={"tests": {"test": test}, "wers": {}}))
+    result = compared(*runs).metrics[1]
+    assert result.difference == pytest.approx(11.2) and result.verdict == "expected direction, interval contains 0"
 
 
 def test_only_common_seeds_are_compared() -> None:
