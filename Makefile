@@ -45,7 +45,7 @@ $(VENV)/.ready: pyproject.toml ddnn/nn/kernels/kernels.c | $(BIN)/python
 	  echo "installing torch $(TORCH_VERSION) for the NVIDIA GPU of this machine: 3 GB to download, 5 GB on disk"; \
 	  $(PIP) 'torch==$(TORCH_VERSION)'; \
 	else \
-	  echo "no NVIDIA driver here: installing torch $(TORCH_VERSION) without CUDA, 0.2 GB to download, 1 GB on disk"; \
+	  echo "no NVIDIA driver here: installing torch $(TORCH_VERSION) without CUDA, 0.2 GB to download, 1.3 GB on disk"; \
 	  $(PIP) 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null \
 	  || $(PIP) --retries 0 --timeout 15 --extra-index-url $(CPU_INDEX) 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null \
 	  || { echo "no index has that build: installing torch $(TORCH_VERSION) as it is, often 3 GB to download, 5 GB on disk"; \

@@ -50,7 +50,7 @@ def installed(folder: Path, offers: str, *variables: str, driver: bool = False) 
 @pytest.mark.parametrize(
     ("offers", "expected"),
     [
-        ("index", ["no NVIDIA driver.* 1 GB on disk", r"pip install .*torch==[\d.]+\+cpu$"]),
+        ("index", ["no NVIDIA driver.* 1.3 GB on disk", r"pip install .*torch==[\d.]+\+cpu$"]),
         ("pytorch", ["no NVIDIA driver", r"pip .*\+cpu$", r"pip .*--extra-index-url https://download\.pytorch\.org/whl/cpu"]),
         ("neither", ["no NVIDIA", "pip", "pip", "no index has that build.* 5 GB on disk", r"pip install .*torch==[\d.]+$"]),
     ],

@@ -301,7 +301,7 @@ def remarks(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
         base, reason, stale = summary["speed_up_over"], summary["no_speed_up"], run.results[1]
         another = f"of another model than {FINAL} is now (was it trained longer?)"
         notes = (
-            base and f"speed-up over {base}, the fastest one-worker run that compares",
+            base and f"its speed-up is relative to {base}, the fastest comparable run with one worker",
             reason and f"no speed-up: {reason}",
             *(f"warning: {warning}" for warning in warnings(run)),
             stale and f"{', '.join(stale)}: {another}, not shown: evaluate or decode again",

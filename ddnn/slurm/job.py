@@ -131,6 +131,10 @@ REFUSALS = {
     "fatal:": ("--slurm", "is this a login node of a Slurm cluster? `sinfo` shows whether Slurm answers here"),
     "account": ("--account", _ACCOUNTS),
     "qos": ("--qos", _ACCOUNTS),
+    "memory specification": (
+        "--mem",
+        "`sinfo -o '%N %m'` shows the memory of the nodes in MB; where it is 1, Slurm does not know it: omit mem",
+    ),
     "partition": ("--partition", "`sinfo` lists the partitions; the cluster's settings may name one too"),
 }
 """By what an error of sbatch says: the option that causes it, and a hint."""

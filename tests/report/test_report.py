@@ -233,7 +233,7 @@ def test_the_fastest_of_several_runs_with_one_worker_is_compared_with(tmp_path: 
     found = report([*runs, write_run(tmp_path / "two", rows_of(2), "{workers: 2}")], None)
     assert [s["speed_up"] for s in found.summaries[:3]] == [None] * 3
     assert found.summaries[3]["speed_up"] == pytest.approx(1.805)
-    assert "two: speed-up over fast, the fastest one-worker run that compares" in found.as_text()
+    assert "two: its speed-up is relative to fast, the fastest comparable run with one worker" in found.as_text()
     measured = scale([*runs[:2], tmp_path / "two"], ScaleOptions(workers=(2,)), None).checks
     assert [check.measured for check in measured] == pytest.approx([2.0]), "of equal seconds and half the frames each"
 
@@ -383,7 +383,7 @@ def test_from_four_runs_on_each_has_a_row(runs: list[Path], monkeypatch: pytest.
     words = {word for label, cell in chain(*map(dict.items, found.columns)) for word in (*label.split(), *cell.split())}
     for columns in (80, 160):
         monkeypatch.setenv("COLUMNS", str(columns))
-        text = found.as_text()[: found.as_text().index(": speed-up over")].rpartition("\n")[0]
+        text = found.as_text()[: found.as_text().index(": its speed-up is")].rpartition("\n")[0]
         assert max(map(cell_len, text.splitlines())) <= columns
         common, *tables = text.split("\n\n")
         assert common.splitlines()[0] == "all runs"

@@ -346,6 +346,7 @@ sbatch: fatal: Could not establish a configuration source
         ("sbatch: error: Batch job submission failed: Invalid partition name specified", "partition", "location: --partition\n  hint: `sinfo` lists"),
         ("sbatch: error: Invalid account or account/partition combination specified", "account", "location: --account\n  hint: `sacctmgr"),
         ("sbatch: error: Batch job submission failed: Invalid qos specification", "qos", "location: --qos\n  hint: `sacctmgr"),
+        ("sbatch: error: Memory specification can not be satisfied", "Memory", "location: --mem\n  hint: `sinfo -o '%N %m'` shows"),
         ("sbatch: error: something else", "something else", "location: --slurm\n  hint: --dry-run shows"),
     ],
 )  # fmt: skip
