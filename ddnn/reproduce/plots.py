@@ -26,6 +26,7 @@ from ddnn.report.figures import (
     style,
     tidy,
 )
+from ddnn.reproduce.clusters import CLUSTERS, Cost, costs
 from ddnn.reproduce.comparison import HypothesisResult, VerdictName
 from ddnn.reproduce.entries import SpeedUp, TableEntry, main_accuracy
 from ddnn.reproduce.runs import CV_ACCURACY, WER
@@ -62,16 +63,48 @@ def table_pictures(
     config: ReproduceConfig, table: Table, entries: list[TableEntry], metrics: list[str], speeds: list[SpeedUp]
 ) -> Mapping[str, Callable[[Path], Path]]:
     """The plots of a table, as far as there are figures for them: names of SVG files, and what draws them to a path."""
-    title, pictures = f"{config.name}, {table.name}: {table.title}", {}
+    title, pictures = f"{config.name}, {table.name}: {table.title}", dict[str, Callable[[Path], Path]]()
     if table.kind == "speed":
         return {f"{table.name}-speed.svg": partial(draw_speed_ups, title, speeds)} if speeds else {}
     shown = [main_accuracy(metrics), next((metric for metric in metrics if metric.endswith(WER)), None)]
     if panels := list(filter(None, shown)):
         pictures[f"{table.name}.svg"] = partial(draw_accuracies, title, entries, panels)
+    if known := costs(entries, shown[0], table.network):
+        pictures[f"{table.name}-costs.svg"] = partial(draw_costs, title, known, panels[0])
     ends = [entry for entry in entries if entry.workers in (1, config.max_workers)]
     if any(run.cv_by_epoch for entry in ends for run in entry.valid):
         pictures[f"{table.name}-learning.svg"] = partial(draw_learning, title, ends)
     return pictures
+
+
+def draw_costs(title: str, results: Sequence[Cost], metric: str, path: Path) -> Path:
+    """Accuracy against what a training costs: a panel for the bytes that a worker sends and for the time on each cluster, a curve for
+    each condition through its numbers of workers; one worker, which sends nothing, is a line."""
+    conditions = list(dict.fromkeys(cost.entry.condition.label for cost in results if cost.entry.workers > 1))
+    values: dict[str, Callable[[Cost], float]] = {"GB sent by a worker": lambda cost: cost.gigabytes}
+    values |= {f"minutes: {name}": (lambda cost, name=name: cost.seconds[name] / 60.0) for name in CLUSTERS}  # type: ignore[misc]
+    figure = new_figure(WIDTH, 7.4)
+    panels = figure.subplots(2, 3, sharey=True).flat
+    for axes, (name, value) in zip(panels, values.items(), strict=False):
+        tidy(axes, name, "", f"{label(metric)} (%)")
+        axes.set_xscale("log")
+        for cost in results:
+            if cost.entry.workers == 1:
+                axes.axhline(cost.accuracy, color="0.6", linewidth=1.2)
+        for number, condition in enumerate(conditions):
+            own = [cost for cost in results if cost.entry.condition.label == condition and cost.entry.workers > 1]
+            color, marker, line = style(number)
+            axes.plot(
+                [value(cost) for cost in own], [cost.accuracy for cost in own], line, color=color, label=condition
+            )
+            for cost in own:  # larger: more workers
+                size = 2.0 + 1.6 * cost.entry.workers.bit_length()
+                axes.plot(value(cost), cost.accuracy, marker, color=color, markersize=size)
+    for axes in panels:
+        axes.set_axis_off()
+    figure.suptitle(f"{title} (larger markers: more workers; gray: one worker)", fontsize=12)
+    legend_below(figure, figure.axes[0])
+    return save_svg(figure, path)
 
 
 def save_svg(figure: Plot, path: Path) -> Path:

@@ -13,8 +13,17 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import unquote
 
+from ddnn.reproduce.clusters import costs
 from ddnn.reproduce.comparison import VerdictName, compare, degradations
-from ddnn.reproduce.entries import TableEntry, fit_shared_times, metrics_of, overloaded_runs, speed_ups, table_entries
+from ddnn.reproduce.entries import (
+    TableEntry,
+    fit_shared_times,
+    main_accuracy,
+    metrics_of,
+    overloaded_runs,
+    speed_ups,
+    table_entries,
+)
 from ddnn.reproduce.plots import FOREST, UNDECIDED, VERDICT_COLORS, draw_forest, table_pictures
 from ddnn.reproduce.runs import RunRecord
 from ddnn.reproduce.tables import Hypothesis, ReproduceConfig, Table, paper
@@ -107,13 +116,8 @@ def build_report(
         own = table_entries(config, table, records, missing)
         for entry in own if table.kind == "accuracy" else ():
             entries.setdefault((config.recipe_name(entry.condition.name), entry.workers), entry)
-        metrics = metrics_of(config, [run for entry in own for run in entry.runs])
-        speeds = speed_ups(config, table, records) if table.kind == "speed" else []
-        drawn = table_pictures(config, table, own, metrics, speeds)
-        hypotheses = [compare(config, table, hypothesis, records) for hypothesis in table.hypotheses]
-        section = {"table": table, "entries": own, "metrics": metrics, "speed_ups": speeds, "pictures": list(drawn)}
-        section["fits"] = [] if table.times is None else fit_shared_times(table.times)
-        sections.append({**section, "hypotheses": hypotheses})
+        section, drawn = _section(config, table, own, records)
+        sections.append(section)
         pictures |= drawn
     results = [result for section in sections for result in section["hypotheses"]]
     pictures |= {FOREST: partial(draw_forest, results)} if results else {}
@@ -146,6 +150,25 @@ def build_report(
         "speed_ups": [speed for section in sections for speed in section["speed_ups"]],
     }
     return Report(context, pictures, summary)
+
+
+def _section(
+    config: ReproduceConfig, table: Table, entries: list[TableEntry], records: Mapping[str, RunRecord]
+) -> tuple[dict[str, Any], Mapping[str, Callable[[Path], Path]]]:
+    """What the template shows of a table, and its pictures."""
+    metrics = metrics_of(config, [run for entry in entries for run in entry.runs])
+    speeds = speed_ups(config, table, records) if table.kind == "speed" else []
+    drawn = table_pictures(config, table, entries, metrics, speeds)
+    return {
+        "table": table,
+        "entries": entries,
+        "metrics": metrics,
+        "speed_ups": speeds,
+        "pictures": list(drawn),
+        "costs": costs(entries, main_accuracy(metrics), table.network),
+        "fits": [] if table.times is None else fit_shared_times(table.times),
+        "hypotheses": [compare(config, table, hypothesis, records) for hypothesis in table.hypotheses],
+    }, drawn
 
 
 def published_differences(hypothesis: Hypothesis, table: Table) -> str:

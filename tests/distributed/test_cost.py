@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ddnn.distributed.cost import (
     Layout,
-    Machine,
     Prediction,
     Size,
     choose,
@@ -23,16 +22,13 @@ from ddnn.distributed.cost import (
     received_bytes,
     worker_bytes,
 )
+from ddnn.reproduce.clusters import CLUSTERS
 
 LARGE = [Size(*dims) for dims in pairwise([440, *[2048] * 6, 8806])]
 SMALL = [Size(*dims) for dims in pairwise([440, *[512] * 4, 616])]
-MACHINES = {
-    "two cores": Machine(140e9, 5e-6, 8e9, 15e-6, 1 / 2.4e9),
-    "H200": Machine(500e12, 4e-6, 4e12, 12e-6, 1 / 200e9, activation_bytes=2),
-    "K20, FDR": Machine(2.2e12, 15e-6, 150e9, 40e-6, 1 / 2.0e9),
-    "K20, Ethernet": Machine(2.2e12, 15e-6, 150e9, 80e-6, 1 / 0.8e9),
-}
-AVERAGING_BANDWIDTH = {"two cores": 1.9e9, "H200": 300e9, "K20, FDR": 0.69e9, "K20, Ethernet": 0.6e9}
+NAMES = ("two cores", "H200", "K20, FDR", "K20, Ethernet")
+MACHINES = {name: machine for name, (machine, _) in zip(NAMES, CLUSTERS.values(), strict=True)}
+AVERAGING_BANDWIDTH = {name: bandwidth for name, (_, bandwidth) in zip(NAMES, CLUSTERS.values(), strict=True)}
 
 # Milliseconds of one worker; speed-ups of k = 2, k = 4; p = 2, p = 4, k = p = 2 with the best number of microbatches;
 # averaged gradients with d = 2, 4; a mean every 10 minibatches with d = 2, 4, and with d = k = 2.

@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reproduce.synthetic import TABLES, diverged, plan, table_records
+from reproduce.synthetic import TABLES, diverged, epoch, plan, table_records
 
 from ddnn.reproduce import plots
+from ddnn.reproduce.clusters import CLUSTERS
 from ddnn.reproduce.comparison import compare
 from ddnn.reproduce.entries import metrics_of, table_entries
-from ddnn.reproduce.plots import VERDICT_COLORS, draw_accuracies, draw_forest, draw_learning, draw_speed_ups
+from ddnn.reproduce.plots import (
+    VERDICT_COLORS,
+    draw_accuracies,
+    draw_forest,
+    draw_learning,
+    draw_speed_ups,
+    table_pictures,
+)
 
 pytest.importorskip("matplotlib")
 
@@ -88,3 +96,17 @@ def test_a_picture_is_the_same_each_time_and_fits_a_dark_page(tmp_path: Path) ->
     assert re.findall('id="verdict-([0-9]+)"', first) == ["0", "1", "2"]
     assert first.count(">confirmed</text>") == [result.verdict for result in results].count("confirmed") > 0
     assert VERDICT_COLORS["confirmed"].lower() in first
+
+
+def test_costs(tmp_path: Path) -> None:
+    corpus, table = plan(), TABLES["schemes"]
+    records = table_records(corpus, [table])
+    measured = {
+        run: record.model_copy(update={"measured": epoch(record.workers, 10.0)}) for run, record in records.items()
+    }
+    entries = table_entries(corpus, table, measured)
+    metrics = metrics_of(corpus, measured.values())
+    pictures = table_pictures(corpus, table, entries, metrics, [])
+    text = pictures["schemes-costs.svg"](tmp_path / "costs.svg").read_text()
+    assert all(name in text for name in (*CLUSTERS, "GB sent by a worker", "elastic averaging"))
+    assert "schemes-costs.svg" not in table_pictures(corpus, table, table_entries(corpus, table, records), metrics, [])

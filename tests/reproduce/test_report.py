@@ -305,3 +305,13 @@ def test_what_a_corpus_says_of_a_table_stands_in_the_report() -> None:
     document = build_report(corpus, [TABLES["table2"]], {}, "ddnn reproduce", [])
     markdown = document.markdown("x")
     assert "Small." in markdown and "An hour" in markdown and "of speech." in markdown
+
+
+def test_costs_are_shown_where_a_table_names_a_network() -> None:
+    corpus, table = plan(), TABLES["schemes"]
+    records = table_records(corpus, [table])
+    measured = [run.model_copy(update={"measured": epoch(run.workers, 10.0)}) for run in records.values()]
+    text = build_report(corpus, [table], by_name(measured), "c", []).markdown("x")
+    header = "| condition | workers | accuracy (%) | averagings | GB sent by a worker | CPU cores | H200, NVLink |"
+    assert header in text and "of 440-6x2048-8806 with these minibatches" in " ".join(text.split())
+    assert header not in build_report(corpus, [table], records, "c", []).markdown("x")

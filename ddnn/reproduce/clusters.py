@@ -1,0 +1,77 @@
+"""How long recorded runs would have taken with another network on clusters, by the formulas of docs/explanation/scaling-model.md: no
+worker waits for a slower one, and the RBMs are not counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from ddnn.distributed.cost import Layout, Machine, minibatch_seconds
+from ddnn.report.measured import with_network
+from ddnn.report.scaling import Constants, epoch_seconds
+from ddnn.reproduce.entries import TableEntry
+from ddnn.reproduce.runs import RunRecord
+
+CLUSTERS = {
+    "CPU cores": (Machine(140e9, 5e-6, 8e9, 15e-6, 1 / 2.4e9), 1.9e9),
+    "H200, NVLink": (Machine(500e12, 4e-6, 4e12, 12e-6, 1 / 200e9, activation_bytes=2), 300e9),
+    "K20, FDR InfiniBand": (Machine(2.2e12, 15e-6, 150e9, 40e-6, 1 / 2.0e9), 0.69e9),
+    "K20, 10 Gb/s Ethernet": (Machine(2.2e12, 15e-6, 150e9, 80e-6, 1 / 0.8e9), 0.6e9),
+}
+"""Assumed constants of a worker, and bytes per second of an averaging: docs/explanation/model-parallel.md, What it costs."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a training of an entry costs with another network: means over its runs."""
+
+    entry: TableEntry
+    accuracy: float  # in percent
+    averagings: float
+    gigabytes: float  # 10^9 bytes that a worker sends
+    seconds: dict[str, float]  # by the names of `CLUSTERS`
+
+
+def simulated_seconds(run: RunRecord, cluster: str, network: str) -> float:
+    """Of all epochs. `network`: dims, as 440-6x2048-8806. The run has `measured` and `time`."""
+    assert run.measured is not None and run.time is not None
+    machine, bandwidth = CLUSTERS[cluster]
+    epoch = run.measured.to_measurement(run.workers)
+    job = with_network(epoch.job, network)
+    if run.time.averagings:  # the averaging period need not be a number of minibatches
+        minibatches = run.epochs * job.frames / (run.workers * job.minibatch)
+        job = replace(job, averaging_period=max(1, round(minibatches / run.time.averagings)))
+    minibatch = minibatch_seconds(machine, job.layers, job.minibatch, Layout())
+    constants = Constants(
+        job=job,
+        minibatch_seconds=minibatch,
+        contention_seconds=0.0,
+        serial_seconds=0.0,
+        averaging_seconds=0.0,
+        block_std=0.0,
+        latency=machine.latency,
+        byte_seconds=1.0 / bandwidth,
+        final_mean=epoch.final_mean,
+    )
+    return run.epochs * epoch_seconds(constants, epoch.scheme, run.workers)
+
+
+def costs(entries: Iterable[TableEntry], metric: str | None, network: str) -> list[Cost]:
+    """Of the entries with a figure of `metric` and times; none without a network."""
+    result = []
+    for entry in entries:
+        runs = [run for run in entry.valid if run.measured and run.time and metric in run.percentages]
+        if network and metric and runs:
+            seconds = {name: fmean(simulated_seconds(run, name, network) for run in runs) for name in CLUSTERS}
+            accuracy = fmean(run.percentages[metric] for run in runs)
+            averagings = fmean(run.time.averagings for run in runs if run.time)
+            result.append(Cost(entry, accuracy, averagings, fmean(_gigabytes(run, network) for run in runs), seconds))
+    return result
+
+
+def _gigabytes(run: RunRecord, network: str) -> float:
+    """What was measured, in proportion to the parameters."""
+    assert run.measured is not None and run.time is not None
+    job = run.measured.to_measurement(run.workers).job
+    return 1e-9 * (run.time.bytes_sent or 0.0) * with_network(job, network).parameters / job.parameters
