@@ -20,7 +20,7 @@ from distributed.threads import run_workers
 from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, Interval
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.signals import EXIT_DIVERGED, EXIT_KILLED, EXIT_RESUMABLE
-from ddnn.nn.convolution import Axis
+from ddnn.nn.convolution import Axis, Convolution
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
 from ddnn.recipe.schema import WorkersConfig
 from ddnn.runs.run_status import State
@@ -365,6 +365,33 @@ def convolution() -> str:
     return document(right + 5 * band.windows + 70, bottom + 64, parts)
 
 
+def second_convolution() -> str:
+    """Which pooled outputs of three filters the patches of the next convolution read, in either layout."""
+    pools, filters, wide, high, left = 6, "abc", 24, 18, 120
+    columns, parts = pools * len(filters), list[str]()
+    parts.append(text(left - 10, 47, "a row of its input", RIGHT))
+    for column in range(columns):
+        x = left + wide * column
+        parts.append(rectangle(x, 34, wide - 2, high, f'fill="{GRAY}" fill-opacity="{0.2 + 0.2 * (column // 3 % 2)}"'))
+        parts.append(text(x + wide / 2 - 1, 47, filters[column % len(filters)], SMALL))
+    for pool in range(pools):
+        parts.append(text(left + wide * len(filters) * (pool + 0.5), 26, f"pool {pool}", SMALL))
+    for y, channels_last, title in ((84, True, "along frequency"), (154, False, "layout: kaldi")):
+        layer = Convolution(1, len(filters), pools, 1, 2, 1, channels_last=channels_last)
+        row = torch.arange(columns)[None]
+        windows = layer._windows(row, channels_last=layer.grid.channels_last)[0, 0]
+        parts.append(text(left, y - 6, f"conv {{patch: 2}}, {title}", 'font-weight="bold" font-size="12"'))
+        for patch, color in enumerate((BLUE, ORANGE)):
+            parts.append(text(left - 10, y + 13 + high * patch, f"patch {patch}", f'{RIGHT} fill="{color}"'))
+            for column in windows[patch].flatten().tolist():
+                parts.append(
+                    rectangle(
+                        left + wide * column, y + high * patch, wide - 2, high - 2, f'fill="{color}" fill-opacity="0.7"'
+                    )
+                )
+    return document(left + wide * columns + 10, 200, parts)
+
+
 def life_cycle() -> str:
     """The states of a run, and the exit codes with which it leaves one for another."""
     places = {
@@ -408,6 +435,7 @@ PICTURES = {
     "schedules.svg": schedules,
     "timeline.svg": timeline,
     "convolution.svg": convolution,
+    "second-convolution.svg": second_convolution,
 }
 
 if __name__ == "__main__":
