@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
     "top": 3_350,
-    "averaging": 6_750,
+    "averaging": 8_400,
     "bench": 4_960,
     "cli": 6_650,
     "data": 16_150,
@@ -31,7 +31,7 @@ TOKENS = {
     "lattices": 4_000,
     "nn": 31_800,
     "optim": 10_900,
-    "recipe": 13_000,
+    "recipe": 13_050,
     "report": 17_750,
     "reproduce": 18_400,
     "runs": 13_050,
@@ -50,7 +50,7 @@ BUDGETS = {
     "longest function": 55,
     "most imports of ddnn in a file": 37,
     "modules with one importer": 31,
-    "modules that training.trainer imports, directly or not": 68,
+    "modules that training.trainer imports, directly or not": 69,
 }
 """What the code may be at most, by the same rule."""
 
