@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,6 +32,15 @@ def kernels_for(precision: Precision) -> bool:
     """Whether there are compiled kernels for this precision that this processor can run."""
     kernels = load_library()
     return kernels is not None and precision in kernels.supported
+
+
+def quantized(vector: Tensor, shapes: Iterable[Sequence[int]]) -> Tensor:
+    """Each value of an output unit <- the mean of those of its sign, as 1-bit averaging sends it. `vector`: float64, of tensors of
+    these shapes."""
+    shapes = list(map(torch.Size, shapes))
+    parts = torch.split(vector, [shape.numel() for shape in shapes])
+    rows = [row for part, shape in zip(parts, shapes, strict=True) for row in part.view(shape[0], -1)]
+    return torch.cat([torch.where(row >= 0, row[row >= 0].mean(), row[row < 0].mean()) for row in rows])
 
 
 def weights(network: Network) -> list[Tensor]:

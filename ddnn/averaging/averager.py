@@ -254,7 +254,7 @@ class _SeveralWorkersAverager(Averager):
         optimizer: Sgd | Rbm,
     ) -> None:
         super().__init__(groups, network, optimizer)
-        self.config, self.strategy = config, make_strategy(config, groups.data)
+        self.config, self.strategy = config, make_strategy(config, groups.data, network.shapes)
         self.lr_scale = float(groups.data.world_size) if config.scale_learning_rate else 1.0
         self.parameters = network.parameters
         self._staging = StagingBuffer(self.parameters, groups.data.transport, own_buffer=self.overlapped)
@@ -299,6 +299,13 @@ class _SeveralWorkersAverager(Averager):
 
     def reset(self) -> None:
         self.strategy.start(self._staging.copy_in(self.parameters))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return super().state_dict() | self.strategy.worker_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.strategy.load_worker_state_dict(state)
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         whole = self.network.partition.whole

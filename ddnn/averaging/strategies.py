@@ -11,17 +11,19 @@ worker is excluded (0), as one whose model is not finite; all-reduce weighs by i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ddnn.averaging.one_bit import cut_into_stripes
 from ddnn.distributed.communicator import Communicator
 from ddnn.util.errors import DivergedError
 
 CommDtype = Literal["float32", "bfloat16"]
+VALUE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,11 @@ class Traffic(NamedTuple):
 
     messages: int  # one after the other
     models: float  # sizes of the vector
+    value_bytes: float | None = None  # of a value of the vector; None: as `comm_dtype` says
+
+    def num_bytes(self, parameters: float, comm_dtype: str) -> float:
+        """Of a vector of so many parameters."""
+        return self.models * parameters * (self.value_bytes or VALUE_BYTES[comm_dtype])
 
 
 class AveragingStrategy:
@@ -172,8 +179,9 @@ class AveragingStrategy:
     remembers = False
     distance = math.nan
 
-    def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
-        self.comm, self.comm_dtype = comm, config.comm_dtype
+    def __init__(self, config: AveragingOptions, comm: Communicator, shapes: Sequence[Sequence[int]] = ()) -> None:
+        """`shapes`: of the tensors that the vector consists of, those of outputs first."""
+        self.comm, self.comm_dtype, self.shapes = comm, config.comm_dtype, shapes
 
     @classmethod
     def traffic(cls, world_size: int) -> Traffic:
@@ -220,6 +228,13 @@ class AveragingStrategy:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state_dict`, after `start`."""
 
+    def worker_state_dict(self) -> dict[str, Tensor]:
+        """What this worker alone remembers between averagings."""
+        return {}
+
+    def load_worker_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `worker_state_dict`, after `start`."""
+
 
 class AllReduce(AveragingStrategy):
     """theta_r <- the mean over workers, weighted by frames: the same bits on every worker, always sent as float32."""
@@ -257,6 +272,88 @@ class CompressedAllReduce(AveragingStrategy):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if "compression.reference" in state:
             self.reference = torch.empty_like(self._like).copy_(state["compression.reference"])
+
+
+class OneBit(AveragingStrategy):
+    """All-reduce of the change since the last averaging in one bit a value, with error feedback: Seide, Fu, Droppo, Li and Yu,
+    Interspeech 2014; `ddnn.averaging.one_bit` has the quantization Q. With plain SGD and an averaging after each minibatch
+    this is their 1-bit SGD.
+
+    With R the last result, s_r worker r's share of the weights, e_r its residual:
+        c_r = s_r (theta_r - R) + e_r       e_r <- c_r - Q(c_r)       Q(c_r) is sent by stripes, one to each worker
+        t = sum of Q(c_r) + e               e <- t - Q(t)             the owner of a stripe, which sends Q(t) to all
+        theta_r <- R <- R + Q(t)
+    so that every change arrives in the end. The exact mean that ends an epoch includes all residuals, which are 0 after it. A
+    worker of weight 0 is excluded: s_r is 0, and it sends what its residual has of earlier changes.
+
+    Attributes:
+        reference: R, (num_parameters,) float32, the same bits on every worker.
+        residual: e_r, (num_parameters,).
+        stripe_residual: e, of the stripe that this worker owns.
+    """
+
+    remembers = True
+
+    @classmethod
+    def traffic(cls, world_size: int) -> Traffic:
+        """A message to each other worker, then an all-gather; without the two numbers of each unit."""
+        messages = world_size - 1 + (world_size - 1).bit_length()
+        return super().traffic(world_size)._replace(messages=messages, value_bytes=1 / 8)
+
+    @classmethod
+    def copies(cls, comm_dtype: CommDtype, world_size: int) -> int:
+        """R, the residual, and of a stripe its residual and up to three copies."""
+        return 2 + math.ceil(4 / world_size)
+
+    def start(self, parameters: Tensor) -> None:
+        self.reference = parameters.detach().clone()
+        self.residual = torch.zeros_like(self.reference)
+        self.stripes = cut_into_stripes(self.shapes or [(1, len(parameters))], self.comm.world_size)
+        self.stripe_residual = self.residual.new_zeros(self.stripes[self.comm.rank].size)
+
+    def average(self, vector: Tensor, index: int, weight: float) -> None:
+        comm, own = self.comm, self.stripes[self.comm.rank]
+        self._add_change(vector, weight)
+        size = max(stripe.num_bytes for stripe in self.stripes)
+        messages = comm.workspace("one_bit", comm.world_size * size, torch.uint8, vector.device).view(-1, size)
+        for stripe, part, message in zip(self.stripes, self._split(self.residual), messages, strict=True):
+            stripe.encode(part, message)
+        for message in comm.all_to_all(messages):
+            own.add(message, self.stripe_residual)
+        own.encode(self.stripe_residual, messages[comm.rank])
+        gathered = comm.all_gather(messages[comm.rank])
+        for stripe, part, message in zip(self.stripes, self._split(self.reference), gathered, strict=True):
+            stripe.add(message, part)
+        vector.copy_(self.reference)
+
+    def _add_change(self, vector: Tensor, weight: float) -> None:
+        """e_r <- c_r."""
+        total = float(gather_weights(self.comm, weight).sum())
+        if weight > 0.0:
+            self.residual.add_(vector.sub_(self.reference), alpha=weight / total)
+
+    def _split(self, vector: Tensor) -> Sequence[Tensor]:
+        return torch.split(vector, [stripe.size for stripe in self.stripes])
+
+    def end_epoch(self, vector: Tensor, index: int, weight: float, remainder_frames: int) -> int:
+        self._add_change(vector, weight)
+        self._split(self.residual)[self.comm.rank].add_(self.stripe_residual)
+        self.comm.all_reduce(self.residual)
+        self.start(vector.copy_(self.reference.add_(self.residual)))
+        return 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"one_bit.reference": self.reference}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.reference.copy_(state["one_bit.reference"])
+
+    def worker_state_dict(self) -> dict[str, Tensor]:
+        return {"one_bit.residual": self.residual, "one_bit.stripe_residual": self.stripe_residual}
+
+    def load_worker_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.residual.copy_(state["one_bit.residual"])
+        self.stripe_residual.copy_(state["one_bit.stripe_residual"])
 
 
 class GradientAllReduce(AveragingStrategy):
@@ -423,8 +520,8 @@ class BlockMomentum(_Remembering):
         """S, D, and this worker's change of the block."""
         return 3 + super().copies(comm_dtype, world_size)
 
-    def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
-        super().__init__(config, comm)
+    def __init__(self, config: AveragingOptions, comm: Communicator, shapes: Sequence[Sequence[int]] = ()) -> None:
+        super().__init__(config, comm, shapes)
         self.momentum = 1.0 - 1.0 / comm.world_size if config.block_momentum is None else config.block_momentum
         self.learning_rate, self.nesterov = config.block_learning_rate, config.nesterov
 
@@ -479,8 +576,8 @@ class Elastic(_Remembering):
         """C, and this worker's difference from it."""
         return 2 + super().copies(comm_dtype, world_size)
 
-    def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
-        super().__init__(config, comm)
+    def __init__(self, config: AveragingOptions, comm: Communicator, shapes: Sequence[Sequence[int]] = ()) -> None:
+        super().__init__(config, comm, shapes)
         self.elasticity = config.elasticity
 
     def start(self, parameters: Tensor) -> None:
@@ -513,12 +610,15 @@ STRATEGIES: dict[str, type[AveragingStrategy]] = {
     "gradient-all-reduce": GradientAllReduce,
     "bmuf": BlockMomentum,
     "elastic": Elastic,
+    "1-bit": OneBit,
 }
 """`parallel.strategy` -> class."""
 
 
-def make_strategy(config: AveragingOptions, comm: Communicator) -> AveragingStrategy:
+def make_strategy(
+    config: AveragingOptions, comm: Communicator, shapes: Sequence[Sequence[int]] = ()
+) -> AveragingStrategy:
     """The strategy of a training; the all-reduce of parameters sent as bfloat16 is a class of its own."""
     if config.strategy == "all-reduce" and config.comm_dtype == "bfloat16":
-        return CompressedAllReduce(config, comm)
-    return STRATEGIES[config.strategy](config, comm)
+        return CompressedAllReduce(config, comm, shapes)
+    return STRATEGIES[config.strategy](config, comm, shapes)

@@ -74,6 +74,11 @@ class Network:
     def output_dim(self) -> int:
         return self.layers[-1].output_dim
 
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Those of the tensors that `parameters` consists of, one after another."""
+        return [tensor.shape for views in self.views for tensor in views.values()]
+
     def split(self, flat: Tensor) -> list[dict[str, Tensor]]:
         """Per layer the named parts of a flat buffer laid out like `parameters`, such as a gradient."""
         parts = torch.split(flat, [layer.num_parameters for layer in self.layers])

@@ -78,6 +78,7 @@ class Rbm:
     """
 
     partition = Partition()  # one worker holds all of it
+    shapes = ()  # workers average RBMs by all-reduce, which asks for none
 
     def __init__(
         self,

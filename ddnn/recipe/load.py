@@ -318,6 +318,7 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
         yield Complaint("schedule.final_learning_rate", f"{schedule.final_learning_rate:g} found, expected {most}")
     # One worker may be only the default, of a recipe that a job of several workers runs.
     yield from (each for each in worker_problems(recipe) if recipe.parallel.workers > 1 or "workers" not in each.key)
+    yield from _comm_dtype(recipe.parallel)
     yield from _overlap(recipe.parallel)
     yield from _averaging_by_epochs(recipe.parallel)
     yield from _stages(recipe)
@@ -523,13 +524,19 @@ def _averaging_by_epochs(parallel: ParallelConfig) -> Iterator[Complaint]:
     if parallel.averaging_frames != "epoch":
         return
     key = "parallel.averaging_frames"
-    if parallel.strategy in ("butterfly", "ring", "hopping-ring"):
+    if parallel.strategy in ("butterfly", "ring", "hopping-ring", "1-bit"):
         why = "whose epochs end with the mean of all-reduce; set strategy: all-reduce"
         yield Complaint(key, f"epoch found beside strategy: {parallel.strategy}, {why}")
     if parallel.overlap:
         yield Complaint(
             key, "epoch found beside overlap: true, but there is no interval to train beside; set it to false"
         )
+
+
+def _comm_dtype(parallel: ParallelConfig) -> Iterator[Complaint]:
+    if parallel.strategy == "1-bit" and parallel.comm_dtype != "float32":
+        why = "which sends one bit for each parameter; set it to float32"
+        yield Complaint("parallel.comm_dtype", f"{parallel.comm_dtype} found beside strategy: 1-bit, {why}")
 
 
 def _overlap(parallel: ParallelConfig) -> Iterator[Complaint]:

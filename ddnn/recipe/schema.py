@@ -467,9 +467,10 @@ class AveragingConfig(WorkersConfig):
     """Workers and the averaging of their parameters: docs/how-to/parallel.md. With one worker only `workers` and
     `cpu_threads` are used."""
 
-    strategy: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce"] = "all-reduce"
-    """How parameters are averaged. `gradient-all-reduce` averages the gradients of every minibatch instead; `bmuf`
-    applies momentum to the averaged change of a block; with `elastic` a center model attracts the workers' models."""
+    strategy: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce", "1-bit"] = "all-reduce"
+    """How parameters are averaged. `gradient-all-reduce` averages the gradients of every minibatch instead; `1-bit` sends
+    their change in one bit each, with error feedback; `bmuf` applies momentum to the averaged change of a block; with
+    `elastic` a center model attracts the workers' models."""
     scale_learning_rate: bool = True
     """Multiply the schedule's learning rates by the number of workers, as in arXiv 1507.01239."""
     local_momentum: Literal["keep", "average", "reset"] = "keep"

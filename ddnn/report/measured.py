@@ -42,9 +42,9 @@ class Published(Section):
     network: str
     minibatch_size: LargeCount
     averaging_period: LargeCount
-    strategy: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce", "bmuf", "elastic"] = (
-        "all-reduce"
-    )
+    strategy: Literal[
+        "all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce", "bmuf", "elastic", "1-bit"
+    ] = "all-reduce"
     comm_dtype: Literal["float32", "bfloat16"] = "float32"
     frames: Frames
     unit: Literal["seconds", "minutes", "hours"] = "seconds"

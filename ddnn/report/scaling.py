@@ -28,8 +28,6 @@ from ddnn.util.errors import UserError
 if TYPE_CHECKING:
     from ddnn.averaging.strategies import AveragingStrategy
 
-BYTES = {"float32": 4, "bfloat16": 2}
-
 
 @dataclass(frozen=True)
 class Job:
@@ -63,8 +61,10 @@ SAME_COST = {
     EXACT_MEAN: "all-reduce, bmuf, elastic",
     CommScheme("butterfly"): "butterfly, rings",
     CommScheme("gradient-all-reduce"): "gradient-all-reduce",
+    CommScheme("1-bit"): "1-bit",
     CommScheme("all-reduce", overlap=True): "all-reduce, overlap",
     CommScheme("butterfly", overlap=True): "butterfly, rings, overlap",
+    CommScheme("1-bit", overlap=True): "1-bit, overlap",
 }
 """Strategies that cost the same in the model, one column each."""
 
@@ -174,8 +174,8 @@ def comm_seconds(constants: Constants, scheme: CommScheme, workers: int) -> floa
 
 def _traffic(scheme: CommScheme, job: Job, workers: int) -> NDArray[np.float64]:
     """Messages, one after the other, and bytes that a worker sends in an averaging."""
-    messages, models = strategies()[scheme.strategy].traffic(workers)
-    return np.array([messages, models * job.parameters * BYTES[scheme.comm_dtype]])
+    traffic = strategies()[scheme.strategy].traffic(workers)
+    return np.array([traffic.messages, traffic.num_bytes(job.parameters, scheme.comm_dtype)])
 
 
 def _period(job: Job, strategy: str) -> int:

@@ -160,14 +160,15 @@ def _predictions(
 ) -> list[Prediction]:
     """Of all layouts that the recipe allows, of whose numbers those of `given` count; memory as of a training."""
     parallel, workers, strategy = recipe.parallel, recipe.parallel.workers, STRATEGIES[recipe.parallel.strategy]
-    size = sum(size.parameters for size in sizes) * (4 if parallel.comm_dtype == "float32" else 2)
+    parameters = sum(size.parameters for size in sizes)
     fixed = {key: number for key in given if isinstance(number := getattr(parallel, key), int)}
     *_, latency, byte_seconds, _ = machines[workers]
 
     def averaging(layout: Layout) -> float:
-        messages, models = strategy.traffic(layout.replicas)
+        traffic = strategy.traffic(layout.replicas)
         period = parallel.averaging_minibatches(_rows(recipe, layout.shared_by)) if strategy.unit == "parameters" else 1
-        return (messages * latency + models * size / layout.shared_by * byte_seconds) / period
+        sent = traffic.num_bytes(parameters / layout.shared_by, parallel.comm_dtype)
+        return (traffic.messages * latency + sent * byte_seconds) / period
 
     result = []
     for shared_by, machine in machines.items():

@@ -23,6 +23,7 @@ from ddnn.averaging.strategies import (
     AveragingStrategy,
     BlockMomentum,
     Elastic,
+    OneBit,
     make_strategy,
     mean_of_deltas,
     weighted_mean,
@@ -35,6 +36,8 @@ from ddnn.util.errors import UserError
 PARAMETERS = 37
 """Divisible by no number of workers: the chunks of the 16-bit mean are padded."""
 LARGE = 300_001
+SHAPES = ((5, 6), (7,))
+"""Of tensors with so many parameters."""
 PLAIN = ("all-reduce", "butterfly", "ring", "hopping-ring")
 """Strategies that remember nothing."""
 ROUNDS = 12
@@ -112,6 +115,26 @@ def elastic(comm: Communicator) -> dict[str, Any]:
         distances.append(comm.all_gather_object(state.distance))
     state.end_epoch(theta, 5, weight(comm.rank), 0)
     return {"starts": starts, "centers": centers, "distances": distances, "end": everyone(comm, theta)}
+
+
+def one_bit(comm: Communicator) -> dict[str, Any]:
+    """As `block_momentum`, of the averaging in one bit; the last worker's model is not finite in the third block."""
+    theta = parameters(99)
+    state = make_strategy(AveragingOptions(strategy="1-bit"), comm, SHAPES)
+    assert isinstance(state, OneBit)
+    state.start(theta)
+    models = []
+    for block in range(6):
+        theta.add_(parameters(comm.rank, block + 1), alpha=0.1)
+        lost = block == 2 and comm.world_size > 1 and comm.rank == comm.world_size - 1
+        if lost:
+            theta.fill_(float("nan"))
+        if block < 5:
+            state.average(theta, block, 0.0 if lost else weight(comm.rank))
+        else:
+            state.end_epoch(theta, block, weight(comm.rank), 0)
+        models.append(everyone(comm, theta))
+    return {"models": models}
 
 
 def compressed_all_reduce(comm: Communicator) -> dict[str, Any]:
@@ -192,6 +215,8 @@ def traffic(comm: Communicator) -> dict[str, list[int]]:
     ways["butterfly 16-bit"] = strategy(comm, "butterfly", "bfloat16")
     ways["all-reduce 16-bit"] = compressed = strategy(comm, "all-reduce", "bfloat16")
     compressed.average(parameters(0, size=LARGE), 0, 1.0)
+    ways["1-bit"] = in_bits = make_strategy(AveragingOptions(strategy="1-bit"), comm, [(300, 1000), (1,)])
+    in_bits.start(parameters(0, size=LARGE))
     sent: dict[str, list[int]] = {}
     for name, way in ways.items():
         before = comm.stats.copy()
@@ -203,7 +228,7 @@ def traffic(comm: Communicator) -> dict[str, list[int]]:
 
 def every_averaging(comm: Communicator, device: torch.device = CPU) -> dict[str, list[list[float]]]:
     """What three averagings of every kind leave on every worker, the last worker excluded from the second."""
-    ways = {name: strategy(comm, name) for name in (*PLAIN, "bmuf", "elastic")}
+    ways = {name: strategy(comm, name) for name in (*PLAIN, "bmuf", "elastic", "1-bit")}
     ways |= {f"{name} 16-bit": strategy(comm, name, "bfloat16") for name in PLAIN}
     after = {}
     for name, way in ways.items():
@@ -241,6 +266,7 @@ def checks(comm: Communicator) -> dict[str, Any]:
         "gossip 16-bit": {name: trajectory(comm, name, "bfloat16") for name in PLAIN if name != "all-reduce"},
         "bmuf": {str(nesterov): block_momentum(comm, nesterov) for nesterov in (False, True)},
         "elastic": elastic(comm),
+        "1-bit": one_bit(comm),
         "bmuf 16-bit": block_momentum(comm, False, "bfloat16"),
         "16-bit": compressed_all_reduce(comm),
         "traffic": traffic(comm),

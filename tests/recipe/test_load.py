@@ -483,6 +483,12 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
             ["minibatch_size=0"],
             "minibatch_size: 0 found, expected a whole number >= 1, or a mapping of start, end, epochs",
         ),
+        (
+            ["parallel={strategy: 1-bit, comm_dtype: bfloat16}"],
+            "parallel.comm_dtype: bfloat16 found beside strategy: 1-bit, which sends one bit for each parameter; set it to",
+        ),
+        (["parallel={strategy: 1-bit, elasticity: 0.9}"], "parallel.elasticity: never read by 1-bit"),
+        (["parallel.strategy=2-bit"], "parallel.strategy: the text '2-bit' found, expected"),
         (["minibatch_scope=all"], "minibatch_scope: the text 'all' found, expected worker or total"),
         (
             ["parallel={strategy: ring, averaging_frames: epoch}"],

@@ -125,6 +125,13 @@ def test_an_epoch_by_hand() -> None:
     )
 
 
+@pytest.mark.parametrize("comm_dtype", ["float32", "bfloat16"])
+def test_an_averaging_in_one_bit_by_hand(comm_dtype: str) -> None:
+    """Four workers: 3 messages, then 2; as many models as an all-reduce, of one bit for each of 40 million parameters."""
+    found = comm_seconds(TRUE, CommScheme("1-bit", comm_dtype), 4)
+    assert found == pytest.approx(5 * 1e-3 + 1.5 * 40e6 / 8 * 1e-9)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(workers=st.integers(1, 2000))
 @settings(max_examples=30, deadline=None)
@@ -440,7 +447,7 @@ def test_workers_that_share_a_model_by_hand() -> None:
     epoch = 97_728_000 / rows
     alone = k.serial_seconds + epoch * k.minibatch_seconds
     one_replica = k.serial_seconds + epoch * (minibatch + k.contention_seconds)
-    assert list(found.shared[0].speed_ups.values()) == pytest.approx([alone / one_replica] * 3), "nothing is averaged"
+    assert list(found.shared[0].speed_ups.values()) == pytest.approx([alone / one_replica] * 4), "nothing is averaged"
     averaging = 2e-4 + 1e-9 * 4 * math.ceil(k.job.parameters / 2)
     two = k.serial_seconds + epoch / 2 * (minibatch + k.contention_seconds + averaging / 10)
     assert found.shared[1].speed_ups["all-reduce"] == pytest.approx(alone / two)

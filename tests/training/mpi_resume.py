@@ -37,6 +37,8 @@ WAYS: dict[str, tuple[ParallelConfig, OptimizerConfig]] = {
     "gradient-all-reduce": (make_parallel_config(averaging_period=3, strategy="gradient-all-reduce"), NG),
     "bmuf": (make_parallel_config(averaging_period=3, strategy="bmuf", nesterov=True), MOMENTUM),
     "elastic": (make_parallel_config(averaging_period=3, strategy="elastic", elasticity=0.7), MOMENTUM),
+    "1-bit": (make_parallel_config(averaging_period=2, strategy="1-bit"), MOMENTUM),
+    "1-bit, overlap": (make_parallel_config(averaging_period=1, strategy="1-bit", overlap=True), NG),
     "bmuf, overlap": (make_parallel_config(averaging_period=3, strategy="bmuf", overlap=True), make_optimizer_config()),
 }
 ONCE: dict[str, tuple[ParallelConfig, OptimizerConfig]] = {

@@ -125,6 +125,7 @@ def every_strategy(comm: Communicator) -> dict[str, Any]:
         make_parallel_config(strategy="bmuf", averaging_period=3, nesterov=True),
         make_parallel_config(strategy="bmuf", averaging_period=3, local_momentum="average"),
         make_parallel_config(strategy="elastic", averaging_period=3),
+        make_parallel_config(strategy="1-bit", averaging_period=3),
         make_parallel_config(averaging_period=3, warmup="single-worker", warmup_minibatches=30),
         make_parallel_config(strategy="gradient-all-reduce", warmup="single-worker", warmup_minibatches=5),
         make_parallel_config(strategy="ring", averaging_period=3, warmup="all-reduce", warmup_minibatches=5),
@@ -152,6 +153,7 @@ def one_goes_nan(comm: Communicator) -> dict[str, Any]:
         make_parallel_config(averaging_period=2, strategy="butterfly"),
         make_parallel_config(averaging_period=2, strategy="gradient-all-reduce"),
         make_parallel_config(averaging_period=2, strategy="bmuf"),
+        make_parallel_config(averaging_period=2, strategy="1-bit"),
         make_parallel_config(averaging_period=2, overlap=True),
     ):
         for name in ("sgd", "ng-sgd"):

@@ -54,7 +54,7 @@ def test_overlap_trains(results: Any) -> None:
 def test_every_strategy_ends_in_one_model_on_unequal_shards(results: Any) -> None:
     """Shards of 7, 17 and 27 minibatches: no worker waits for ever, and all have the same bits in the end."""
     found = results("strategies")
-    assert len(found) == 28
+    assert len(found) == 30
     for name, run in found.items():
         assert run["same"], name
         cv, workers = rows_of(run, "cv"), rows_of(run, "worker")
@@ -97,7 +97,7 @@ def test_a_worker_whose_model_is_nan_is_excluded_and_continues(results: Any) -> 
     found = results("nan")
     assert "no worker has a finite model to average" in found.pop("everyone")
     assert found.pop("at the end") == [0, 0, 1]
-    assert len(found) == 14
+    assert len(found) == 16
     for name, run in found.items():
         assert run["finite"], name
         assert [row["excluded_averagings"] for row in rows_of(run, "worker")] == [0, 0, 1] * 3, name

@@ -42,6 +42,7 @@ WAYS: Ways = {
     "hopping ring": ({"strategy": "hopping-ring", "averaging_period": 3}, {}),
     "bmuf": ({"strategy": "bmuf", "averaging_period": 3}, {"momentum": 0.5}),
     "elastic": ({"strategy": "elastic", "averaging_period": 3}, {"momentum": 0.5}),
+    "1-bit": ({"strategy": "1-bit", "averaging_period": 3}, {"momentum": 0.5}),
     "gradient": ({"strategy": "gradient-all-reduce", "averaging_period": 3}, {"momentum": 0.5}),
     "warm-up": ({"warmup": "single-worker", "warmup_minibatches": 5, "averaging_period": 3}, {}),
 }

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gossip": ({"strategy": "ring", "averaging_period": 3}, {}),
     "bmuf": ({"strategy": "bmuf", "averaging_period": 3}, {}),
     "elastic": ({"strategy": "elastic", "averaging_period": 3}, {}),
+    "1-bit": ({"strategy": "1-bit", "averaging_period": 3}, {}),
     "gradient": ({"strategy": "gradient-all-reduce"}, {"momentum": 0.5}),
     "warm-up": ({"warmup": "single-worker", "warmup_minibatches": 5, "averaging_period": 3}, {}),
     "ng-sgd": ({"averaging_period": 3}, {"name": "ng-sgd", "rank_in": 2, "rank_out": 2, "update_period": 2}),

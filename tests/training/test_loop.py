@@ -14,7 +14,7 @@ import torch
 from distributed.threads import run_workers
 from torch import Tensor
 from training.toy import MINIBATCH, PDFS, toy_model, toy_shard, toy_trainer, train_to_end
-from twins import twin_loss
+from twins import quantized, twin_loss
 from variants import make_optimizer_config, make_parallel_config
 
 from ddnn.averaging import averager
@@ -58,7 +58,7 @@ class Twin:
         scale: what the rates are multiplied by.
         local_momentum: what an averaging does to the workers' own.
         overlap: what an averaging has changed is added an interval later.
-        eta, zeta, nesterov: of BMUF; `block_start` is S and `block_momentum` D.
+        eta, zeta, nesterov: of BMUF; `block_start` is S and `block_momentum` D. With 1-bit averaging `block_start` is R.
     """
 
     minibatches: Sequence[int]
@@ -86,6 +86,7 @@ class Twin:
         self.theta = [start.clone() for _ in range(self.n)]
         self.velocity = [torch.zeros_like(start) for _ in range(self.n)]
         self.pending = [torch.zeros_like(start) for _ in range(self.n)]
+        self.forget_residuals()
         self.trained = list(self.minibatches)
         if self.strategy == "gradient-all-reduce":
             self.trained = [min(self.minibatches)] * self.n
@@ -112,8 +113,24 @@ class Twin:
             self.theta[rank] = self.theta[rank] * decay - rate * self.velocity[rank]
         return sum(loss for loss, _ in made.values())
 
+    def forget_residuals(self) -> None:
+        self.residuals = [torch.zeros_like(self.block_start) for _ in range(self.n)]
+        self.residual_of_sum = torch.zeros_like(self.block_start)
+
+    def one_bit(self, vectors: list[Tensor]) -> list[Tensor]:
+        total = self.residual_of_sum
+        for rank, vector in enumerate(vectors):
+            contribution = (vector - self.block_start) / self.n + self.residuals[rank]
+            sent = quantized(contribution, self.network.shapes)
+            self.residuals[rank], total = contribution - sent, total + sent
+        sent = quantized(total, self.network.shapes)
+        self.residual_of_sum, self.block_start = total - sent, self.block_start + sent
+        return [self.block_start.clone() for _ in vectors]
+
     def mixed(self, vectors: list[Tensor], index: int) -> list[Tensor]:
         n = self.n
+        if self.strategy == "1-bit":
+            return self.one_bit(vectors)
         if self.strategy == "all-reduce":
             return [sum(vectors) / n for _ in vectors]
         hop = {"butterfly": 2 ** (index % 2), "ring": 1, "hopping-ring": 1 + index % 2}[self.strategy]  # of 3 workers
@@ -164,7 +181,9 @@ class Twin:
                 self.averagings += 1
             return self.block_model
         weighted = sum(count * theta for count, theta in zip(self.trained, self.theta, strict=True))
-        return weighted / sum(self.trained)
+        self.block_start = weighted / sum(self.trained) + sum(self.residuals) + self.residual_of_sum
+        self.forget_residuals()
+        return self.block_start
 
     def epoch(self, number: int, rate: float, accepted: bool) -> None:
         self.blocks = min(self.minibatches) // self.period if self.n > 1 else 0
@@ -232,6 +251,12 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Twin]]] = {
     "once an epoch": (ONCE, partial(Twin, UNLIKE, period=NEVER)),
     "bmuf once an epoch": ({**BMUF, **ONCE, "block_momentum": 0.3}, partial(Twin, UNLIKE, period=NEVER, **{**TWIN_BMUF, "eta": 0.3})),
     "elastic once an epoch": ({**ELASTIC, **ONCE}, partial(Twin, UNLIKE, "elastic", period=NEVER, beta=0.9)),
+    "1-bit": ({"strategy": "1-bit", "averaging_period": 3}, partial(Twin, UNLIKE, "1-bit")),
+    "1-bit SGD": ({"strategy": "1-bit", "averaging_period": 1}, partial(Twin, ALIKE, "1-bit", period=1)),
+    "1-bit with overlap": (
+        {"strategy": "1-bit", "averaging_period": 2, "overlap": True},
+        partial(Twin, UNLIKE, "1-bit", period=2, overlap=True),
+    ),
     "elastic": (ELASTIC, partial(Twin, UNLIKE, "elastic", beta=0.9)),
     "elastic without a remainder": (
         {**ELASTIC, "elasticity": 0.6, "local_momentum": "reset"},

@@ -180,8 +180,8 @@ def resumed_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_workers_stopped_anywhere_and_resumed(resumed_workers: dict[str, Any]) -> None:
     found = resumed_workers["same"]
-    assert len(found) == 12 and any(one["within"] for one in found.values())
-    assert sum(one["fisher"] for one in found.values()) == 4, "with NG-SGD the Fisher matrices are compared too"
+    assert len(found) == 14 and any(one["within"] for one in found.values())
+    assert sum(one["fisher"] for one in found.values()) == 5, "with NG-SGD the Fisher matrices are compared too"
     for name, one in found.items():
         assert (one["stopped"], one["same"], one["rows"]) == (True, True, True), name
 
