@@ -39,7 +39,6 @@ from ddnn.averaging.strategies import (
     Interval,
     gather_weights,
     make_strategy,
-    weighted_mean,
 )
 from ddnn.distributed.communicator import CommStats, StagingBuffer
 from ddnn.distributed.groups import Groups
@@ -241,7 +240,7 @@ class ReplicaAverager(Averager):
         return False
 
 
-class _SeveralWorkersAverager(Averager):
+class SeveralWorkersAverager(Averager):
     """What all averagers of several workers have: a strategy, and a buffer through which parameters are sent."""
 
     excludes = True
@@ -349,7 +348,7 @@ class _SeveralWorkersAverager(Averager):
         self.counters.interval_seconds.append(time.perf_counter() - self._interval_started)
 
 
-class BlockingAverager(_SeveralWorkersAverager):
+class BlockingAverager(SeveralWorkersAverager):
     """Averages the parameters after each interval, while no worker trains."""
 
     def _prepare(self) -> None:
@@ -523,7 +522,7 @@ class OverlappedAverager(BlockingAverager):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class GradientAverager(_SeveralWorkersAverager):
+class GradientAverager(SeveralWorkersAverager):
     """Synchronous SGD: averages the gradient of every minibatch; parameters stay the same on every worker."""
 
     def _prepare(self) -> None:
@@ -558,40 +557,6 @@ class GradientAverager(_SeveralWorkersAverager):
         self.timer.mark("averaging")
 
 
-class _WarmUpAverager(_SeveralWorkersAverager):
-    """Averages the models after each minibatch of a warm-up, by their exact mean whatever the strategy is."""
-
-    def begin_epoch(self, num_minibatches: int, num_frames: int) -> int:
-        return Averager.begin_epoch(self, num_minibatches, num_frames)
-
-    def after_minibatch(self, frames: int) -> bool:
-        self._count_minibatch(frames)
-        finite = self._is_finite(self.parameters)
-        with self._staged_parameters() as vector:
-            weighted_mean(self.groups.data, vector, float(finite))
-        if not finite:
-            self._reset_excluded()
-        self.sync_requests()
-        return True
-
-
-class _SingleWorkerAverager(_WarmUpAverager):
-    """Averages nothing: rank 0 trains alone. All workers exchange their requests after each averaging period."""
-
-    excludes = False
-
-    def _prepare(self) -> None:
-        self.lr_scale = 1.0
-
-    def after_minibatch(self, frames: int) -> bool:
-        self._count_minibatch(frames)
-        self.requested = Request.NONE
-        if self.counters.minibatches % self.config.averaging_period:
-            return False
-        self.sync_requests()
-        return True
-
-
 def make_averager(config: AveragingOptions, groups: Groups, network: Network | Rbm, optimizer: Sgd | Rbm) -> Averager:
     """The averager of a training. Collective."""
     if groups.world.world_size == 1:
@@ -604,18 +569,6 @@ def make_averager(config: AveragingOptions, groups: Groups, network: Network | R
         return EpochAverager(config, groups, network, optimizer)
     averager = OverlappedAverager if config.overlap else BlockingAverager
     return averager(config, groups, network, optimizer)
-
-
-def make_warmup_averager(averager: Averager, *, single: bool) -> Averager:
-    """The averager of the warm-up before the training of `averager`, which asks the same worker for requests; `single`:
-    rank 0 trains alone. With one worker `averager` itself."""
-    if not isinstance(averager, _SeveralWorkersAverager):
-        return averager
-    several = GradientAverager if isinstance(averager, GradientAverager) else _WarmUpAverager
-    kind = _SingleWorkerAverager if single else several
-    warmup = kind(averager.config, averager.groups, averager.network, averager.optimizer)
-    warmup.local_request = averager.local_request
-    return warmup
 
 
 def _counters(groups: Groups, stats: CommStats) -> EpochCounters:

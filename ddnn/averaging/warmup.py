@@ -1,0 +1,52 @@
+"""Averagers of the warm-up before the first epoch (`parallel.warmup`), whatever the strategy of the training is."""
+
+from __future__ import annotations
+
+from ddnn.averaging.averager import Averager, GradientAverager, Request, SeveralWorkersAverager
+from ddnn.averaging.strategies import weighted_mean
+
+
+class _WarmUpAverager(SeveralWorkersAverager):
+    """Averages the models after each minibatch of a warm-up, by their exact mean whatever the strategy is."""
+
+    def begin_epoch(self, num_minibatches: int, num_frames: int) -> int:
+        return Averager.begin_epoch(self, num_minibatches, num_frames)
+
+    def after_minibatch(self, frames: int) -> bool:
+        self._count_minibatch(frames)
+        finite = self._is_finite(self.parameters)
+        with self._staged_parameters() as vector:
+            weighted_mean(self.groups.data, vector, float(finite))
+        if not finite:
+            self._reset_excluded()
+        self.sync_requests()
+        return True
+
+
+class _SingleWorkerAverager(_WarmUpAverager):
+    """Averages nothing: rank 0 trains alone. All workers exchange their requests after each averaging period."""
+
+    excludes = False
+
+    def _prepare(self) -> None:
+        self.lr_scale = 1.0
+
+    def after_minibatch(self, frames: int) -> bool:
+        self._count_minibatch(frames)
+        self.requested = Request.NONE
+        if self.counters.minibatches % self.config.averaging_period:
+            return False
+        self.sync_requests()
+        return True
+
+
+def make_warmup_averager(averager: Averager, *, single: bool) -> Averager:
+    """The averager of the warm-up before the training of `averager`, which asks the same worker for requests; `single`:
+    rank 0 trains alone. With one worker `averager` itself."""
+    if not isinstance(averager, SeveralWorkersAverager):
+        return averager
+    several = GradientAverager if isinstance(averager, GradientAverager) else _WarmUpAverager
+    kind = _SingleWorkerAverager if single else several
+    warmup = kind(averager.config, averager.groups, averager.network, averager.optimizer)
+    warmup.local_request = averager.local_request
+    return warmup
