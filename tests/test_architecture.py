@@ -20,24 +20,24 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
     "top": 3_350,
-    "averaging": 8_400,
-    "bench": 4_960,
+    "averaging": 10_050,
+    "bench": 4_970,
     "cli": 6_650,
     "data": 16_150,
     "decoding": 17_540,
-    "distributed": 13_450,
+    "distributed": 13_550,
     "inspection": 6_550,
     "kaldi": 24_300,
     "lattices": 4_000,
     "nn": 31_800,
     "optim": 10_900,
-    "recipe": 13_050,
-    "report": 17_750,
+    "recipe": 13_250,
+    "report": 17_800,
     "reproduce": 18_400,
     "runs": 13_050,
     "slurm": 6_640,
     "synth": 5_250,
-    "training": 41_100,
+    "training": 41_150,
     "util": 7_500,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
@@ -46,7 +46,7 @@ gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
     "modules over 400 lines": 15,
-    "longest file": 640,
+    "longest file": 660,
     "longest function": 55,
     "most imports of ddnn in a file": 37,
     "modules with one importer": 31,
