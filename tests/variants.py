@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddnn.recipe.schema import (
+    AsyncConfig,
     AveragingConfig,
     BmufConfig,
     ConstantConfig,
@@ -45,4 +46,4 @@ def make_parallel_config(strategy: str = "all-reduce", **keys: Any) -> ParallelC
     given = {key: value for key, value in keys.items() if value is not None}
     if strategy != "all-reduce":
         given["strategy"] = strategy
-    return {"bmuf": BmufConfig, "elastic": ElasticConfig}.get(strategy, AveragingConfig)(**given)
+    return {"bmuf": BmufConfig, "elastic": ElasticConfig, "async": AsyncConfig}.get(strategy, AveragingConfig)(**given)

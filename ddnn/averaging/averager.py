@@ -14,6 +14,7 @@ so that a change of 0 leaves theta at A(s), as blocking does, and a worker's mod
 
 Every epoch ends with the exact mean over the workers, each weighted by the frames that it has trained on in the epoch
 (BMUF: with its block momentum). That model is evaluated, saved and trained further, whatever the strategy in between.
+With `async` there is no averaging: workers exchange with a parameter server (`ddnn.averaging.parameter_server`).
 A worker whose model is not finite is excluded from an averaging (weight 0) and continues from what the others have. The
 Fisher matrices of NG-SGD stay with their worker.
 """
@@ -33,7 +34,6 @@ import torch
 from torch import Tensor
 
 from ddnn.averaging.strategies import (
-    STRATEGIES,
     AllReduce,
     AveragingOptions,
     Interval,
@@ -97,6 +97,7 @@ class EpochCounters:
     excluded_averagings: int = 0  # of these, and of the epoch's last mean, without this worker's model: not finite
     consensus_distances: list[float] = field(default_factory=list)  # |theta - mean| / |theta| before each, where known
     interval_seconds: list[float] = field(default_factory=list)  # of the minibatches between two averagings
+    staleness: list[float] = field(default_factory=list)  # of async: other workers' changes between fetch and push
 
 
 class Averager:
@@ -457,7 +458,7 @@ class OverlappedAverager(BlockingAverager):
     overlapped = True
 
     def _prepare(self) -> None:
-        require_thread_level(self.groups.world)
+        require_thread_level(self.groups.world, "overlap", "overlap sends")
         super()._prepare()
         self._averaged = torch.empty_like(self.parameters)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
@@ -555,20 +556,6 @@ class GradientAverager(SeveralWorkersAverager):
         with self._staged_parameters() as vector:  # machines of different kinds round differently
             self.groups.data.broadcast(vector, 0)
         self.timer.mark("averaging")
-
-
-def make_averager(config: AveragingOptions, groups: Groups, network: Network | Rbm, optimizer: Sgd | Rbm) -> Averager:
-    """The averager of a training. Collective."""
-    if groups.world.world_size == 1:
-        return Averager(groups, network, optimizer)
-    if groups.data.world_size == 1:
-        return ReplicaAverager(config, groups, network, optimizer)
-    if STRATEGIES[config.strategy].unit == "gradients":
-        return GradientAverager(config, groups, network, optimizer)
-    if config.averaging_frames == "epoch":
-        return EpochAverager(config, groups, network, optimizer)
-    averager = OverlappedAverager if config.overlap else BlockingAverager
-    return averager(config, groups, network, optimizer)
 
 
 def _counters(groups: Groups, stats: CommStats) -> EpochCounters:

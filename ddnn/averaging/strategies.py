@@ -69,6 +69,7 @@ class AveragingOptions:
     block_learning_rate: float = 1.0
     nesterov: bool = False
     elasticity: float = 0.9  # of elastic averaging: how much of the workers' mean change the center takes
+    update_scale: float = 1.0  # of async: what the server multiplies the workers' changes by
 
     @property
     def interval(self) -> Interval:
@@ -164,7 +165,8 @@ class AveragingStrategy:
     every worker. `weight` is the number of frames that this worker's vector was trained on, 0 to be excluded.
 
     Attributes:
-        unit: what is averaged: the parameters after each interval, or the gradient of every minibatch.
+        unit: what is averaged: the parameters after each interval, or the gradient of every minibatch; with a parameter
+            server nothing is, and each worker sends it the changes of its intervals.
         gossip: whether workers exchange with one peer at a time, so that they hold different models afterwards.
         overlaps: whether training may continue during an averaging.
         remembers: whether something is kept from one averaging to the next, so that momentum, say, cannot be averaged
@@ -173,7 +175,7 @@ class AveragingStrategy:
             strategy computes it; else NaN.
     """
 
-    unit: Literal["parameters", "gradients"] = "parameters"
+    unit: Literal["parameters", "gradients", "changes"] = "parameters"
     gossip = False
     overlaps = True
     remembers = False
@@ -602,6 +604,23 @@ class Elastic(_Remembering):
         self.center.copy_(state["elastic.center"])
 
 
+class ParameterServing(AveragingStrategy):
+    """Asynchronous SGD with a parameter server, which `ddnn.averaging.parameter_server` is: here is what it costs."""
+
+    unit = "changes"
+    overlaps = False  # an exchange waits for no worker
+
+    @classmethod
+    def traffic(cls, world_size: int) -> Traffic:
+        """What waits for each other in an exchange: a few numbers and the change, a few numbers and the parameters."""
+        return Traffic(4, 2.0)
+
+    @classmethod
+    def copies(cls, comm_dtype: CommDtype, world_size: int) -> int:
+        """On worker 0: the server's parameters, and a change that it receives. Nothing is copied for the MPI."""
+        return 1
+
+
 STRATEGIES: dict[str, type[AveragingStrategy]] = {
     "all-reduce": AllReduce,
     "butterfly": Butterfly,
@@ -611,6 +630,7 @@ STRATEGIES: dict[str, type[AveragingStrategy]] = {
     "bmuf": BlockMomentum,
     "elastic": Elastic,
     "1-bit": OneBit,
+    "async": ParameterServing,
 }
 """`parallel.strategy` -> class."""
 

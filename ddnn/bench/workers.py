@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from ddnn.averaging.averager import Averager, make_averager
+from ddnn.averaging.averager import Averager
+from ddnn.averaging.choice import make_averager
 from ddnn.bench.step import (
     LR,
     ROUNDS,
@@ -43,7 +44,7 @@ from ddnn.nn.arithmetic import Precision, make_arithmetic
 from ddnn.nn.network import Workspace
 from ddnn.optim.ng_sgd import NgSgd
 from ddnn.optim.sgd import Sgd
-from ddnn.recipe.schema import AveragingConfig, BmufConfig, ElasticConfig, ParallelConfig
+from ddnn.recipe.schema import AsyncConfig, AveragingConfig, BmufConfig, ElasticConfig, ParallelConfig
 from ddnn.training.options import averaging_options
 from ddnn.training.step import EagerStep
 from ddnn.training.trainer import worker_row
@@ -94,7 +95,11 @@ def run_bench_workers(
     for each. `options`: keys of `parallel`, as a recipe gives them. `arguments`: of the command `ddnn` that calls this,
     which every worker runs. UserError: an option is out of range, or there are too few cores."""
     try:
-        models: dict[str, type[ParallelConfig]] = {"bmuf": BmufConfig, "elastic": ElasticConfig}
+        models: dict[str, type[ParallelConfig]] = {
+            "bmuf": BmufConfig,
+            "elastic": ElasticConfig,
+            "async": AsyncConfig,
+        }
         model = models.get(options["strategy"], AveragingConfig)
         parallel: ParallelConfig = model.model_validate(dict(options))
     except ValidationError as error:

@@ -216,6 +216,9 @@ class Communicator:
         with self._timed():
             return Handle(self, backend.irecv(received, source))
 
+    def poll(self) -> int | None:
+        """A worker whose message by `isend` can be received now, None where there is none. Not collective."""
+
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """tensor <- that of worker `src`."""
         backend = self._backend(tensor, SENT)
@@ -249,6 +252,12 @@ class Communicator:
         if key not in self._workspaces:
             self._workspaces[key] = torch.empty(size, dtype=dtype, device=device)
         return self._workspaces[key]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time in this block as waiting for another worker, and tells the watchdog. Not collective."""
+        with self.time_as_wait(), self._timed():
+            yield
 
     @contextmanager
     def time_as_wait(self) -> Iterator[None]:

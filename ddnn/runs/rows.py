@@ -229,6 +229,7 @@ class WorkerRow(MetricsRow):
     averagings: Count = 0
     excluded_averagings: Count = 0  # with the epoch's last mean: without this worker's model, as it was not finite
     consensus_distance: Distance = None  # mean relative distance of this model from the mean before an averaging
+    staleness: Distance = None  # of async: mean number of other workers' changes between fetch and push
     bytes_sent: Count | None = None
     comm_seconds: Seconds = None  # spent moving parameters, with overlap in the background
     num_parameters: Count | None = None

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ddnn import __version__
-from ddnn.averaging.averager import make_averager
+from ddnn.averaging.choice import make_averager
 from ddnn.averaging.strategies import NoFiniteModelError
 from ddnn.data.batches import make_batch_loader
 from ddnn.data.pipeline import (

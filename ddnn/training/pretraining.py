@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddnn.averaging.averager import make_averager
+from ddnn.averaging.choice import make_averager
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.batches import Batch, Sampler, SequentialSampler, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import STATISTICS_UTTERANCES, FrameSubset

@@ -454,6 +454,7 @@ def worker_row(epoch: int, averager: Averager, microbatches: int = 1) -> WorkerR
         pipe_seconds=pipe_seconds,
         pipe_bytes=piped.bytes_sent or None,
         bubble_share=pipe_seconds and min(pipe_seconds / seconds, 1.0),
+        staleness=_mean(counters.staleness),
         interval_seconds=_mean(counters.interval_seconds),
         interval_seconds_std=statistics.pstdev(counters.interval_seconds) if counters.interval_seconds else None,
     )

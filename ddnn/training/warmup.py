@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddnn.averaging.warmup import make_warmup_averager
+from ddnn.averaging.choice import make_warmup_averager
 from ddnn.data.batches import Batch
 from ddnn.nn.objective import Sums
 from ddnn.training.combination import Combination

@@ -243,7 +243,7 @@ def every_averaging(comm: Communicator, device: torch.device = CPU) -> dict[str,
 
 def beside(comm: Communicator) -> dict[str, Any]:
     """The same averagings here, on a thread beside this one, and with a process group that moves the tensors."""
-    require_thread_level(comm)
+    require_thread_level(comm, "overlap", "overlap sends")
     results = {"here": every_averaging(comm)}
     with ThreadPoolExecutor(1) as pool:
         results["thread"] = pool.submit(every_averaging, comm).result()

@@ -13,7 +13,7 @@ import torch
 from distributed.mpi_worlds import launch
 
 from ddnn.averaging import averager
-from ddnn.averaging.averager import make_averager
+from ddnn.averaging.choice import make_averager
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.distributed.communicator import Communicator, SingleProcess, StagingBuffer, TensorBackend
 from ddnn.distributed.groups import Groups
@@ -158,12 +158,12 @@ def test_overlap_is_refused_where_the_mpi_has_no_threads(monkeypatch: pytest.Mon
     levels = dict(THREAD_SINGLE=0, THREAD_FUNNELED=1, THREAD_SERIALIZED=2, THREAD_MULTIPLE=3)
     for given in range(4):
         fake_mpi4py(monkeypatch, Query_thread=lambda given=given: given, Get_library_version=lambda: "Old 1", **levels)
-        require_thread_level(SingleProcess())
+        require_thread_level(SingleProcess(), "overlap", "overlap sends")
         if given < 2:
             with pytest.raises(UserError, match=["only MPI_THREAD_SINGLE", "only MPI_THREAD_FUNNELED"][given]):
-                require_thread_level(Communicator(0, 2, "n", {}))
+                require_thread_level(Communicator(0, 2, "n", {}), "overlap", "overlap sends")
         else:
-            require_thread_level(Communicator(0, 2, "n", {}))
+            require_thread_level(Communicator(0, 2, "n", {}), "overlap", "overlap sends")
 
 
 def test_without_a_buffer_tensors_go_as_they_are() -> None:

@@ -140,6 +140,12 @@ class ThreadCommunicator(Communicator):
         self.barrier()
         return True
 
+    def poll(self) -> int | None:
+        mail = self._memory.room.mail
+        return next(
+            (source for source, dest in list(mail) if dest == self.rank and not mail[source, dest].empty()), None
+        )
+
     def abort(self, exit_code: int) -> None:
         self._memory.room.abort()
 

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,8 @@ def every_strategy(comm: Communicator) -> dict[str, Any]:
         make_parallel_config(strategy="bmuf", averaging_period=3, local_momentum="average"),
         make_parallel_config(strategy="elastic", averaging_period=3),
         make_parallel_config(strategy="1-bit", averaging_period=3),
+        make_parallel_config(strategy="async", averaging_period=3),
+        make_parallel_config(strategy="async", averaging_period=3, warmup="all-reduce", warmup_minibatches=5),
         make_parallel_config(averaging_period=3, warmup="single-worker", warmup_minibatches=30),
         make_parallel_config(strategy="gradient-all-reduce", warmup="single-worker", warmup_minibatches=5),
         make_parallel_config(strategy="ring", averaging_period=3, warmup="all-reduce", warmup_minibatches=5),
@@ -155,6 +158,7 @@ def one_goes_nan(comm: Communicator) -> dict[str, Any]:
         make_parallel_config(averaging_period=2, strategy="bmuf"),
         make_parallel_config(averaging_period=2, strategy="1-bit"),
         make_parallel_config(averaging_period=2, overlap=True),
+        make_parallel_config(averaging_period=2, strategy="async"),
     ):
         for name in ("sgd", "ng-sgd"):
             trainer = toy_trainer(
@@ -195,9 +199,9 @@ def gradients_drift(comm: Communicator) -> dict[str, Any]:
     return {"all as the first": comm.all_gather_object(bool((parameters == first).all()))}
 
 
-def slow_worker(comm: Communicator) -> dict[str, Any]:
+def slow_worker(comm: Communicator, strategy: str = "all-reduce") -> dict[str, Any]:
     """The last worker takes three times as long for every minibatch, and says so."""
-    trainer = toy_trainer(comm, make_parallel_config(averaging_period=5), epochs=1)
+    trainer = toy_trainer(comm, make_parallel_config(strategy, averaging_period=5), epochs=1)
     step = trainer.optimizer.step
 
     def slow(*arguments: Any) -> None:
@@ -256,6 +260,7 @@ CHECKS = {
     "nan": one_goes_nan,
     "drift": gradients_drift,
     "slow": slow_worker,
+    "slow, async": partial(slow_worker, strategy="async"),
     "warm": warm_ups,
 }
 

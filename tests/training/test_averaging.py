@@ -54,7 +54,7 @@ def test_overlap_trains(results: Any) -> None:
 def test_every_strategy_ends_in_one_model_on_unequal_shards(results: Any) -> None:
     """Shards of 7, 17 and 27 minibatches: no worker waits for ever, and all have the same bits in the end."""
     found = results("strategies")
-    assert len(found) == 30
+    assert len(found) == 34
     for name, run in found.items():
         assert run["same"], name
         cv, workers = rows_of(run, "cv"), rows_of(run, "worker")
@@ -62,7 +62,8 @@ def test_every_strategy_ends_in_one_model_on_unequal_shards(results: Any) -> Non
         every = 1 if "gradient-all-reduce" in name else 3 if "averaging_period=3" in name else 10
         minibatches = [7, 7, 7] if "gradient-all-reduce" in name else [7, 17, 27]
         assert [row["minibatches"] for row in workers[:3]] == minibatches, name
-        assert {row["averagings"] for row in workers} == {7 // every}, name
+        own = "async" in name  # each exchanges as often as it likes
+        assert [row["averagings"] for row in workers[:3]] == [(n if own else 7) // every for n in minibatches], name
         assert rows_of(run, "train")[0]["frames"] == 16 * sum(minibatches), name
 
 
@@ -97,7 +98,7 @@ def test_a_worker_whose_model_is_nan_is_excluded_and_continues(results: Any) -> 
     found = results("nan")
     assert "no worker has a finite model to average" in found.pop("everyone")
     assert found.pop("at the end") == [0, 0, 1]
-    assert len(found) == 16
+    assert len(found) == 18
     for name, run in found.items():
         assert run["finite"], name
         assert [row["excluded_averagings"] for row in rows_of(run, "worker")] == [0, 0, 1] * 3, name
@@ -117,6 +118,16 @@ def test_the_others_wait_for_a_slow_worker_and_say_so(results: Any) -> None:
     fast, slow = rows[0], rows[2]
     assert fast["wait_fraction"] > slow["wait_fraction"]
     assert slow["compute_fraction"] > fast["compute_fraction"]
+
+
+def test_nobody_waits_for_a_slow_worker_that_exchanges_with_a_server(results: Any) -> None:
+    """And while it trains on an interval, the others send two changes or more each, or have ended."""
+    rows = rows_of(results("slow, async"), "worker")
+    assert [row["averagings"] for row in rows] == [4, 4, 4]
+    fast, slow = rows[1], rows[2]
+    assert fast["interval_seconds"] < 0.6 * slow["interval_seconds"]
+    assert sum(row["staleness"] for row in rows) > 0
+    assert all(row["wait_fraction"] <= 1.0 for row in rows)
 
 
 def test_warm_up_on_one_worker(results: Any) -> None:

@@ -13,7 +13,8 @@ from training.toy import MINIBATCH, toy_shard, toy_trainer, train_to_end, with_c
 from variants import make_optimizer_config, make_parallel_config
 
 from ddnn.averaging import averager
-from ddnn.averaging.averager import Request, make_averager
+from ddnn.averaging.averager import Request
+from ddnn.averaging.choice import make_averager
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.groups import Groups, watch
@@ -50,7 +51,7 @@ def trained(trainer: Trainer) -> tuple[Tensor, Tensor, list[Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_data_groups_train_as_two_trainings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four workers, of which 0 and 2 are one training and 1 and 3 another: to the same bits."""
-    monkeypatch.setattr(averager, "require_thread_level", lambda comm: None)  # there is no MPI
+    monkeypatch.setattr(averager, "require_thread_level", lambda *_: None)  # there is no MPI
     parallel, optimizer = make_parallel_config(**CASES[name][0]), make_optimizer_config(**CASES[name][1])
 
     def trainer_of(groups: Groups, number: int) -> Trainer:

@@ -13,7 +13,8 @@ from torch import Tensor
 from training.toy import MINIBATCH, toy_trainer, train_to_end
 from variants import make_parallel_config
 
-from ddnn.averaging.averager import Averager, Request, make_averager
+from ddnn.averaging.averager import Averager, Request
+from ddnn.averaging.choice import make_averager
 from ddnn.averaging.strategies import AveragingOptions, NoFiniteModelError
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.groups import Groups

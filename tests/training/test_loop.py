@@ -17,7 +17,7 @@ from training.toy import MINIBATCH, PDFS, toy_model, toy_shard, toy_trainer, tra
 from twins import quantized, twin_loss
 from variants import make_optimizer_config, make_parallel_config
 
-from ddnn.averaging import averager
+from ddnn.averaging import averager, parameter_server
 from ddnn.data.batches import Batch, ShuffledSampler
 from ddnn.data.dataset import FrameSubset
 from ddnn.distributed.communicator import Communicator
@@ -67,6 +67,7 @@ class Twin:
     scale: float = 3.0
     local_momentum: str = "keep"
     overlap: bool = False
+    update_scale: float = 1.0  # of async, whose server is `block_start`; all workers push once, at the end of an epoch
     beta: float = 0.0  # of elastic averaging, whose center is `block_start`
     eta: float = 0.0
     zeta: float = 1.0
@@ -180,6 +181,10 @@ class Twin:
                 self.block(self.minibatches) if self.strategy == "bmuf" else self.elastic()
                 self.averagings += 1
             return self.block_model
+        if self.strategy == "async":
+            changes = sum(theta - self.block_start for theta in self.theta)
+            self.block_start = self.block_start + self.update_scale * changes
+            return self.block_start
         weighted = sum(count * theta for count, theta in zip(self.trained, self.theta, strict=True))
         self.block_start = weighted / sum(self.trained) + sum(self.residuals) + self.residual_of_sum
         self.forget_residuals()
@@ -262,12 +267,18 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Twin]]] = {
         {**ELASTIC, "elasticity": 0.6, "local_momentum": "reset"},
         partial(Twin, ALIKE, "elastic", beta=0.6, local_momentum="reset"),
     ),
+    "async": ({"strategy": "async", "averaging_period": 100}, partial(Twin, ALIKE, "async", period=100, scale=1.0)),
+    "async with a scale": (
+        {"strategy": "async", "averaging_period": 100, "update_scale": 0.25, "scale_learning_rate": True},
+        partial(Twin, UNLIKE, "async", period=100, update_scale=0.25),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_epoch_is_the_twins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(averager, "require_thread_level", lambda comm: None)  # there is no MPI
+    for module in (averager, parameter_server):
+        monkeypatch.setattr(module, "require_thread_level", lambda *_: None)  # there is no MPI
     keys, make_twin = CASES[name]
     twin = make_twin()
     optimizer = make_optimizer_config(momentum=MOMENTUM, l2=L2)

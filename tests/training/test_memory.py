@@ -98,6 +98,7 @@ def test_sizes() -> None:
         ({"parallel": {"strategy": "bmuf"}}, "averaging", 5 * one),
         ({"parallel": {"strategy": "elastic"}}, "averaging", 4 * one),
         ({"parallel": {"strategy": "1-bit"}}, "averaging", 6 * one),
+        ({"parallel": {"strategy": "async"}}, "averaging", 3 * one),
         ({"parallel": {"comm_dtype": "bfloat16"}}, "averaging", 5 * one),
     ):
         assert estimate_memory(recipe(**{**plain, **more}), 440, 3000, 2).on_host("cpu")[part] == size, more

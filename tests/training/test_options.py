@@ -71,6 +71,7 @@ BMUF = {
     "block_learning_rate": 0.5, "nesterov": True,
 }  # fmt: skip
 ELASTIC = {**AVERAGING, "strategy": "elastic", "elasticity": 0.5}
+ASYNC = {**AVERAGING, "strategy": "async", "local_momentum": "reset", "update_scale": 0.5}
 ELSEWHERE = {
     "workers", "warmup", "warmup_minibatches", "oversubscribe_gpus", "pretrain_data", "max_restarts", "hang_timeout",
     "cpu_threads", "gpu_transport", "columns", "stages", "microbatches", "pipeline",
@@ -143,7 +144,7 @@ def test_options_of_the_combination() -> None:
     assert found == (1 + 4 + 5 + 5) * one_copy
 
 
-@pytest.mark.parametrize("keys", [AVERAGING, BMUF, ELASTIC], ids=["averaging", "bmuf", "elastic"])
+@pytest.mark.parametrize("keys", [AVERAGING, BMUF, ELASTIC, ASYNC], ids=["averaging", "bmuf", "elastic", "async"])
 def test_options_of_averaging(keys: dict[str, Any]) -> None:
     options = averaging_options(make_parallel_config(**keys), momentum=0.9)
     assert {key: getattr(options, key) for key in keys} == keys

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from variants import make_optimizer_config
 
-from ddnn.averaging.averager import make_averager
+from ddnn.averaging.choice import make_averager
 from ddnn.data.batches import ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset, splice_only
 from ddnn.data.feature_reader import FeatureConfig

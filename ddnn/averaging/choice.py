@@ -1,9 +1,35 @@
-"""Averagers of the warm-up before the first epoch (`parallel.warmup`), whatever the strategy of the training is."""
+"""Which averager a training has, and which its warm-up before the first epoch (`parallel.warmup`)."""
 
 from __future__ import annotations
 
-from ddnn.averaging.averager import Averager, GradientAverager, Request, SeveralWorkersAverager
-from ddnn.averaging.strategies import weighted_mean
+from ddnn.averaging.averager import (
+    Averager,
+    BlockingAverager,
+    EpochAverager,
+    GradientAverager,
+    OverlappedAverager,
+    ReplicaAverager,
+    Request,
+    SeveralWorkersAverager,
+)
+from ddnn.averaging.parameter_server import AsyncAverager
+from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, weighted_mean
+from ddnn.distributed.groups import Groups
+from ddnn.nn.network import Network
+from ddnn.nn.rbm import Rbm
+from ddnn.optim.sgd import Sgd
+
+
+def make_averager(config: AveragingOptions, groups: Groups, network: Network | Rbm, optimizer: Sgd | Rbm) -> Averager:
+    """The averager of a training. Collective."""
+    if groups.world.world_size == 1:
+        return Averager(groups, network, optimizer)
+    if groups.data.world_size == 1:
+        return ReplicaAverager(config, groups, network, optimizer)
+    blocking = OverlappedAverager if config.overlap else BlockingAverager
+    blocking = EpochAverager if config.averaging_frames == "epoch" else blocking
+    averagers = {"parameters": blocking, "gradients": GradientAverager, "changes": AsyncAverager}
+    return averagers[STRATEGIES[config.strategy].unit](config, groups, network, optimizer)
 
 
 class _WarmUpAverager(SeveralWorkersAverager):
