@@ -37,7 +37,7 @@ def train(run_cli, recipe: str, corpus: Path, run: Path, *settings: str) -> dict
 
 
 SMALL = (
-    *("data.cmvn=mean-variance", "data.deltas=0", "data.splice=2", "schedule.max_epochs=5"),
+    *("data.cmvn=mean-variance", "data.deltas=0", "data.splice=2", "schedule.max_epochs=3"),
     *("optimizer.name=ng-sgd", "schedule.initial_learning_rate=0.004"),
 )
 """Settings for a few seconds."""
