@@ -22,7 +22,7 @@ from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.step import EagerStep
 
-STEPS = 20
+STEPS = 16  # the Fisher matrices are updated in each of the first 11, and in the 15th
 PLAIN = {
     "plain": SgdOptions(),
     "momentum and l2": SgdOptions(momentum=0.9, l2=1e-5),
