@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
     "top": 3_350,
-    "averaging": 10_050,
+    "averaging": 10_250,
     "bench": 4_970,
     "cli": 6_650,
     "data": 16_150,
@@ -33,11 +33,11 @@ TOKENS = {
     "optim": 10_900,
     "recipe": 13_250,
     "report": 17_800,
-    "reproduce": 18_400,
+    "reproduce": 18_450,
     "runs": 13_050,
     "slurm": 6_640,
     "synth": 5_250,
-    "training": 41_100,
+    "training": 41_800,
     "util": 7_500,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
@@ -45,11 +45,11 @@ made longer, tokens cannot. A feature states what it may take before it is begun
 gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
-    "modules over 400 lines": 15,
+    "modules over 400 lines": 16,
     "longest file": 660,
     "longest function": 55,
-    "most imports of ddnn in a file": 37,
-    "modules with one importer": 31,
+    "most imports of ddnn in a file": 38,
+    "modules with one importer": 32,
     "modules that training.trainer imports, directly or not": 69,
 }
 """What the code may be at most, by the same rule."""
