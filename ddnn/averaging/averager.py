@@ -36,6 +36,7 @@ from torch import Tensor
 from ddnn.averaging.strategies import (
     AllReduce,
     AveragingOptions,
+    FrameInterval,
     Interval,
     gather_weights,
     make_strategy,
@@ -153,6 +154,13 @@ class Averager:
     def end_epoch(self) -> None:
         """Leaves in the network the model to evaluate and save, the same bits on every worker. Collective.
         NoFiniteModelError: no worker's model is finite."""
+
+    def averaging_seconds(self, count: int) -> float:
+        """Seconds of an averaging, the mean of `count`, while all workers do nothing else; 0 where none is made. Collective."""
+        return 0.0
+
+    def average_every(self, frames: int) -> None:
+        """From the next epoch on, an interval is so many frames of each worker."""
 
     def broadcast(self) -> None:
         """parameters <- those of rank 0, from which the training starts. Collective."""
@@ -291,6 +299,21 @@ class SeveralWorkersAverager(Averager):
         log.info("model averaging: %d per epoch, %s", self._averagings_per_epoch, end)
         if self._averagings_per_epoch == 0:
             log.warning("the smallest shard has fewer than the %s of an averaging interval", self.interval)
+
+    def averaging_seconds(self, count: int) -> float:
+        strategy, before, started = make_strategy(self.config, self.groups.data), self.parameters.clone(), 0.0
+        strategy.start(before)
+        for index in range(1 + count):  # the first one does not count
+            with self._staged_parameters() as vector:
+                strategy.average(vector, index, 1.0)
+            started = started or time.perf_counter()
+        seconds = (time.perf_counter() - started) / count
+        self.parameters.copy_(before)
+        self.network.parameters_changed()
+        return seconds
+
+    def average_every(self, frames: int) -> None:
+        self.interval = FrameInterval(frames)
 
     def broadcast(self) -> None:
         with self._staged_parameters() as vector:

@@ -522,16 +522,15 @@ def _rbms(model: ModelConfig, pretrain: PretrainConfig) -> Iterator[Complaint]:
 
 
 def _averaging_by_epochs(parallel: ParallelConfig) -> Iterator[Complaint]:
-    if parallel.averaging_frames != "epoch":
+    key, frames = "parallel.averaging_frames", parallel.averaging_frames
+    if parallel.strategy == "async" and isinstance(frames, str):
+        why = "whose workers exchange within an epoch, each for itself; give a number"
+        yield Complaint(key, f"{frames} found beside strategy: async, {why}")
+    if frames != "epoch":
         return
-    key = "parallel.averaging_frames"
     if parallel.strategy in ("butterfly", "ring", "hopping-ring", "1-bit"):
         why = "whose epochs end with the mean of all-reduce; set strategy: all-reduce"
         yield Complaint(key, f"epoch found beside strategy: {parallel.strategy}, {why}")
-    if parallel.strategy == "async":
-        yield Complaint(
-            key, "epoch found beside strategy: async, whose workers exchange within an epoch; give a number"
-        )
     if parallel.overlap:
         yield Complaint(
             key, "epoch found beside overlap: true, but there is no interval to train beside; set it to false"

@@ -406,9 +406,11 @@ class WorkersConfig(Section):
     backward in turn, which with SGD needs memory for at most `stages` of them."""
     averaging_period: Count = 10
     """Minibatches of each worker between two averaging steps."""
-    averaging_frames: Count | Literal["epoch"] | None = None
+    averaging_frames: Count | Literal["epoch", "auto"] | None = None
     """Instead of `averaging_period`: frames of each worker between two averaging steps, rounded to whole minibatches. This
-    suits utterances, whose lengths differ. `epoch`: parameters are averaged at the end of each epoch only."""
+    suits utterances, whose lengths differ. `epoch`: parameters are averaged at the end of each epoch only. `auto`:
+    10,240, or fewer for ten averaging steps an epoch, or more where these would take over a tenth of the time, which is measured
+    at the start. The run dir's recipe.yaml records the number; another run with `auto` may have another."""
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"
     """Warm-up before the first epoch. `single-worker`: rank 0 alone trains on its shard, at the unscaled learning rate, and
     gives its model to all workers. `all-reduce`: parameters are averaged after every minibatch."""
@@ -449,10 +451,11 @@ class WorkersConfig(Section):
         frames = self.averaging_frames
         if frames is None:
             return f"{self.averaging_period} minibatches"
-        return f"{frames} frames" if isinstance(frames, int) else f"one {frames}"
+        return f"{frames} frames" if isinstance(frames, int) else {"epoch": "one epoch"}.get(frames, frames)
 
     def averaging_minibatches(self, frames: float) -> float:
-        """Minibatches of so many frames between two averaging steps; infinite where there are none within an epoch."""
+        """Minibatches of so many frames between two averaging steps; infinite where there are none within an epoch. `auto`:
+        as by default."""
         if isinstance(self.averaging_frames, int):
             return max(1.0, self.averaging_frames / frames)
         return math.inf if self.averaging_frames == "epoch" else self.averaging_period
@@ -548,7 +551,7 @@ class Recipe(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """Seed of everything random: initial parameters, frame order, held-out speakers or utterances. On the same machine, the
-    same seed gives bitwise identical results."""
+    same seed gives bitwise identical results, unless `parallel.averaging_frames` is `auto`."""
     data: DataConfig
     """Features and alignments."""
     model: ModelConfig = ModelConfig()

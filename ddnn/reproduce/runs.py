@@ -288,6 +288,9 @@ def plan_runs(config: ReproduceConfig, folder: Path, tables: Iterable[Table], ou
     for seed in config.seeds:
         for (workers, name), path in sorted(recipes.items(), key=lambda item: item[0][0]):
             recipe = _load(path, f"the condition {name}", (f"seed={seed}", f"parallel.workers={workers}"))
+            if recipe.parallel.averaging_frames == "auto":
+                message = "auto found, but runs of a table compare: how often each averages may not depend on its times"
+                raise RecipeError(message, location=f"{path}: parallel.averaging_frames", hint="give a number")
             own_dbn = dbn if recipe.init == "rbm" and recipe.pretrain.dbn is None else ""
             digest = recipe_digest(recipe, own_dbn)
             runs.append(PlannedRun(name, workers, seed, path, digest, own_dbn, tests, output_dir))

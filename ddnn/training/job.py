@@ -42,6 +42,7 @@ from ddnn.runs.rows import EndReason, MetricsRow, StartRow
 from ddnn.runs.run_dir import RunDir, open_run_dir
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
 from ddnn.training import options
+from ddnn.training.auto_averaging import with_averaging_frames
 from ddnn.training.auto_layout import with_layout
 from ddnn.training.criterion import Criterion, make_criterion
 from ddnn.training.data import load_data
@@ -54,7 +55,7 @@ from ddnn.training.loop import train
 from ddnn.training.network_layers import describe_parameters, frozen_layers
 from ddnn.training.pipeline import make_eager_step
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
-from ddnn.training.resume import check_same_data, load_latest, record_resume
+from ddnn.training.resume import check_same_data, load_latest, record_resume, with_recorded_averaging
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.step import check_split, make_step
 from ddnn.training.trainer import CHECKS, Trainer
@@ -240,6 +241,9 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
         loaded = load_latest(checkpoints.store, recipe) if resume else None
     if loaded is None:
         run.truncate_after(-1)
+    else:
+        recipe = with_recorded_averaging(recipe, loaded)
+        job = replace(job, recipe=recipe, recipe_text=dump_recipe(recipe))
     needs_dbn = loaded is None and recipe.init == "rbm" and recipe.pretrain.dbn is None
     with run.may_refuse_resume(world):
         pretraining = run.pretraining(pretraining_recipe(recipe)) if needs_dbn else None
@@ -270,6 +274,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     trainer = assemble_trainer(job, model, data, criterion, identity, checkpoints, loaded)
     if groups.replica.world_size > 1:
         check_split(whole, network.partition, trainer.eager_step.workspace.arithmetic)
+    recipe = with_averaging_frames(recipe, trainer)
     # Only now: a resume that is refused changes nothing.
     run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
     run.record(start_row(trainer, data, f"{describe_sizes(layers)}, {describe_parameters(recipe, layers)}"))

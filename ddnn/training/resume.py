@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.launcher import read_restart
-from ddnn.recipe.schema import Recipe
+from ddnn.recipe.schema import Recipe, WorkersConfig
 from ddnn.recipe.section import get_value
-from ddnn.recipe.source import first_error
+from ddnn.recipe.source import first_error, parse_file
 from ddnn.runs.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.runs.rows import EventRow
 from ddnn.runs.run_dir import RunDir
@@ -52,6 +52,20 @@ def load_latest(store: CheckpointStore, recipe: Recipe) -> LoadedCheckpoint | No
         )
     state = rank_state(handle, store.rank, metadata.started, bitwise)
     return LoadedCheckpoint(metadata, handle.global_state, state, bitwise, handle.path)
+
+
+def with_recorded_averaging(recipe: Recipe, loaded: LoadedCheckpoint) -> Recipe:
+    """The recipe with what the checkpoint has in place of `parallel.averaging_frames: auto`, which with one worker is that again.
+    DataError: it has no such value."""
+    key, values = "averaging_frames", parse_file(loaded.metadata.recipe.encode(errors="surrogatepass"), "").values
+    if recipe.parallel.averaging_frames != "auto":
+        return recipe
+    try:
+        recorded = WorkersConfig.model_validate({key: values.get(f"parallel.{key}")}).averaging_frames
+    except ValidationError as error:
+        message = f"the recipe in the checkpoint is not valid: parallel.{first_error(error)}"
+        raise DataError(message, location=loaded.location) from error
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={key: recorded})})
 
 
 def record_resume(loaded: LoadedCheckpoint | None, run: RunDir, world: Communicator) -> None:

@@ -23,7 +23,7 @@ RESUMABLE = re.compile(
     r"|parallel\.(columns|cpu_threads|gpu_transport|hang_timeout|max_restarts|microbatches|oversubscribe_gpus|pipeline|stages|workers))(\..*)?"
 )
 """Keys that a resume may change. Where data has moved, `DataIdentity` says whether it is the same."""
-CHOSEN = ("precision", "parallel.columns", "parallel.stages")
+CHOSEN = ("precision", "parallel.columns", "parallel.stages", "parallel.averaging_frames")
 """Keys whose `auto` is replaced by what was chosen at the start."""
 EPOCHS = {"schedule.epochs", "schedule.max_epochs"}
 """Keys that a resume may raise, unless the schedule depends on its length."""

@@ -510,9 +510,20 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
             ["parallel={strategy: gradient-all-reduce, averaging_frames: epoch}"],
             "parallel.averaging_frames: never read, as gradients are averaged at every minibatch; remove it",
         ),
+        *(
+            (
+                [f"parallel={{strategy: async, averaging_frames: {frames}}}"],
+                f"parallel.averaging_frames: {frames} found beside strategy: async, whose workers exchange within an epoch",
+            )
+            for frames in ("epoch", "auto")
+        ),
+        (
+            ["parallel={strategy: gradient-all-reduce, averaging_frames: auto}"],
+            "parallel.averaging_frames: never read, as gradients are averaged at every minibatch; remove it",
+        ),
         (
             ["parallel.averaging_frames=epochs"],
-            "parallel.averaging_frames: the text 'epochs' found, expected a whole number >= 1 or epoch",
+            "parallel.averaging_frames: the text 'epochs' found, expected a whole number >= 1 or epoch or auto",
         ),
         (["schedule={name: exponential, criterion: loss}"], "schedule.criterion: never read by exponential"),
         (

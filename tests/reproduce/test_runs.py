@@ -182,6 +182,15 @@ def test_a_setting_without_a_recipe_is_named(tmp_path: Path) -> None:
         runs_of(folder)
 
 
+def test_runs_that_average_as_often_as_their_times_say_are_refused(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path)
+    (folder / "tables" / "sgd.yaml").write_text("include: base.yaml\nparallel: {averaging_frames: auto}\n")
+    with pytest.raises(
+        RecipeError, match=r"auto found, but runs of a table compare(?s:.*)sgd\.yaml(?s:.*)give a number"
+    ):
+        runs_of(folder)
+
+
 def test_a_recipe_whose_data_are_missing_is_refused(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path)
     (tmp_path / "ali" / "final.mdl").unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +158,9 @@ def test_an_interval_of_frames() -> None:
     assert averaging_options(make_parallel_config()).interval == Interval(10)
     assert make_parallel_config(averaging_frames=2500).period == "2500 frames"
     assert make_parallel_config(averaging_frames="epoch").period == "one epoch"
+    assert make_parallel_config(averaging_frames="auto").period == "auto"
+    frames = {2500: 10.0, 100: 1.0, "epoch": math.inf, "auto": 10.0, None: 10.0}
+    assert {key: make_parallel_config(averaging_frames=key).averaging_minibatches(250) for key in frames} == frames
     assert make_parallel_config().period == "10 minibatches"
 
 
