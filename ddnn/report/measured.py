@@ -120,8 +120,6 @@ def _of_run(run: Run) -> Measurement:
         hint = "train again with this version of ddnn"
         raise DataError(f"this run dir has no {RECIPE}", location=run.path, hint=hint)
     parallel, shape = run.recipe.parallel, layout(run)
-    if parallel.strategy == "async":
-        raise UserError(f"{run.path}: the model of speed-ups has no parameter server", hint="give runs that average")
     workers = shape.replicas * shape.shared_by
     rows = [row for row in run.metrics.workers if row.seconds and row.minibatches and row.frames]
     reported = Counter(row.epoch for row in rows)

@@ -238,7 +238,7 @@ def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) ->
         CommScheme(name, comm_dtype, overlap)
         for overlap in (False, True)
         for name, strategy in strategies().items()
-        if strategy.unit != "changes" and (strategy.overlaps or not overlap)
+        if strategy.overlaps or not overlap
     ]
     for n, scheme in product(sizes, schemes):
         seconds = epoch_seconds(constants, scheme, n)

@@ -160,6 +160,10 @@ def epoch_seconds(constants: Constants, scheme: CommScheme, workers: int) -> flo
     waiting = constants.block_std * math.sqrt(period / job.averaging_period) * expected_max_normal(workers)
     block = period * (c + constants.contention_seconds) + waiting
     block = max(block, comm) if scheme.overlap else block + comm
+    if (
+        strategies()[scheme.strategy].unit == "changes"
+    ):  # waits for no worker, but for a server that answers each in turn
+        block = max(block - waiting, workers * comm)
     has_mean = constants.final_mean and averages_parameters(scheme.strategy)
     mean = comm_seconds(constants, EXACT_MEAN, workers) if has_mean else 0.0
     rounds = averagings(job, scheme.strategy, workers)
@@ -180,7 +184,7 @@ def _traffic(scheme: CommScheme, job: Job, workers: int) -> NDArray[np.float64]:
 
 def _period(job: Job, strategy: str) -> int:
     """k: minibatches of a worker between two averagings."""
-    return job.averaging_period if averages_parameters(strategy) else 1
+    return 1 if strategies()[strategy].unit == "gradients" else job.averaging_period
 
 
 def averagings(job: Job, strategy: str, workers: int) -> float:
@@ -196,7 +200,7 @@ def strategies() -> dict[str, type[AveragingStrategy]]:
 
 
 def averages_parameters(strategy: str) -> bool:
-    """After each interval, and at the end of an epoch; else the gradient of every minibatch."""
+    """After each interval, and at the end of an epoch."""
     return strategies()[strategy].unit == "parameters"
 
 
