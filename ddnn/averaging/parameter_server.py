@@ -159,7 +159,7 @@ class AsyncAverager(BlockingAverager):
         require_thread_level(self.groups.world, "strategy", "async serves")
         self._staging = StagingBuffer(self.parameters, "host")
         self._fetched = self._staging.copy_in(self.parameters).clone()
-        data, scale = self.groups.data, self.config.update_scale
+        data, scale = self.groups.data, self.config.update_scale or 1.0 / self.groups.data.world_size
         self._link = Link(data) if data.rank else ParameterServer(data, self._fetched, scale)
 
     def begin_epoch(self, num_minibatches: int, num_frames: int) -> int:

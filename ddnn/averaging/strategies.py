@@ -69,7 +69,7 @@ class AveragingOptions:
     block_learning_rate: float = 1.0
     nesterov: bool = False
     elasticity: float = 0.9  # of elastic averaging: how much of the workers' mean change the center takes
-    update_scale: float = 1.0  # of async: what the server multiplies the workers' changes by
+    update_scale: float | None = None  # of async: what the server multiplies the changes by; None: 1 / workers
 
     @property
     def interval(self) -> Interval:

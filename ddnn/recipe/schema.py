@@ -510,11 +510,11 @@ class AsyncConfig(WorkersConfig):
     """Asynchronous SGD with a parameter server."""
 
     strategy: Literal["async"] = "async"
-    scale_learning_rate: bool = False
+    scale_learning_rate: bool = True
     local_momentum: Literal["keep", "average", "reset"] = "keep"
-    update_scale: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Factor of the changes that the workers send, as the server adds them. 1: in full, as in Downpour SGD. 1/n with
-    `scale_learning_rate: true` takes steps of the same size with n workers, and is more stable with many."""
+    update_scale: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Factor of the changes that the workers send, as the server adds them. Default: 1/n for n workers, so that together they
+    count as in averaging. 1 with `scale_learning_rate: false`: Downpour SGD as published, which diverges with many workers."""
 
 
 class CheckpointConfig(Section):

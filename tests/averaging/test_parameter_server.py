@@ -122,7 +122,7 @@ def async_trainer(comm: Communicator, **more: Any) -> Trainer:
 @pytest.mark.parametrize("parallel", [{}, {"local_momentum": "reset", "update_scale": 0.5}], ids=["keep", "reset"])
 def test_a_training_ends_with_what_the_workers_have_sent(parallel: dict[str, Any]) -> None:
     """The model of each epoch is the one before and all changes, whatever their order, and the same on all workers."""
-    scale, epochs = parallel.get("update_scale", 1.0), 3
+    scale, epochs = parallel.get("update_scale", 1 / 3), 3
 
     def work(comm: Communicator) -> tuple[list[Tensor], list[Tensor], list[dict[str, Any]]]:
         trainer = async_trainer(comm, epochs=epochs, parallel=parallel)
@@ -177,7 +177,7 @@ def test_beside_a_worker_that_changes_nothing_one_trains_as_alone() -> None:
     """To rounding; it sends a change after each interval, and the rest."""
 
     def work(comm: Communicator) -> Tensor:
-        trainer = async_trainer(comm)
+        trainer = async_trainer(comm, parallel={"update_scale": 1.0, "scale_learning_rate": False})
         if comm.rank:
             trainer.optimizer.step = lambda *_: None  # type: ignore[method-assign]
         train_to_end(trainer)
@@ -233,7 +233,7 @@ def test_a_model_that_is_not_finite_is_excluded() -> None:
 
 def test_a_server_that_is_not_finite_has_diverged() -> None:
     def work(comm: Communicator) -> str:
-        trainer = async_trainer(comm)
+        trainer = async_trainer(comm, parallel={"update_scale": 1.0})
         made, parameters = trainer.averager, trainer.model.network.parameters
         made.begin_epoch(3, 3 * MINIBATCH)
         parameters.fill_(1e18)  # the norm is finite, but not that of the sum

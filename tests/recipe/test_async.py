@@ -36,8 +36,8 @@ def test_what_is_refused(tmp_path: Path, setting: str, message: str) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    """Changes are added in full, so that learning rates are not multiplied by the number of workers."""
+    """Changes count together as in averaging, so that learning rates are multiplied by the number of workers."""
     parallel = recipe_with(tmp_path, "parallel.strategy=async").parallel
     assert isinstance(parallel, AsyncConfig)
-    assert (parallel.scale_learning_rate, parallel.local_momentum, parallel.update_scale) == (False, "keep", 1.0)
+    assert (parallel.scale_learning_rate, parallel.local_momentum, parallel.update_scale) == (True, "keep", None)
     recipe_with(tmp_path, "parallel.strategy=async", "parallel.averaging_frames=2000", "parallel.warmup=all-reduce")

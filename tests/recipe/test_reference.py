@@ -49,7 +49,7 @@ def test_defaults_and_meanings_of_variants() -> None:
         "**Default:** `15`; `4` with `passes` · **Only with** [`schedule.name: exponential`](#schedulename)," in epochs
     )
     assert "Number of epochs. With `passes`: largest number of passes; training ends earlier" in epochs
-    assert "**Default:** `true`; `false` with `bmuf`; `false` with `async`\n" in parallel
+    assert "**Default:** `true`; `false` with `bmuf`\n" in parallel
     assert "**Value:** a number > 0 and < 1 · **Default:** 0.1 if nothing else in this section is given\n" in data
     assert "**Value:** a path · **Optional**\n\nFile that lists the speakers" in data
 

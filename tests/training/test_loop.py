@@ -267,7 +267,11 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Twin]]] = {
         {**ELASTIC, "elasticity": 0.6, "local_momentum": "reset"},
         partial(Twin, ALIKE, "elastic", beta=0.6, local_momentum="reset"),
     ),
-    "async": ({"strategy": "async", "averaging_period": 100}, partial(Twin, ALIKE, "async", period=100, scale=1.0)),
+    "async": ({"strategy": "async", "averaging_period": 100}, partial(Twin, UNLIKE, "async", period=100, update_scale=1 / 3)),
+    "async in full": (
+        {"strategy": "async", "averaging_period": 100, "update_scale": 1.0, "scale_learning_rate": False},
+        partial(Twin, ALIKE, "async", period=100, scale=1.0),
+    ),
     "async with a scale": (
         {"strategy": "async", "averaging_period": 100, "update_scale": 0.25, "scale_learning_rate": True},
         partial(Twin, UNLIKE, "async", period=100, update_scale=0.25),
