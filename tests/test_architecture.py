@@ -30,7 +30,7 @@ TOKENS = {
     "kaldi": 24_300,
     "lattices": 4_000,
     "nn": 31_800,
-    "optim": 10_900,
+    "optim": 11_700,
     "recipe": 13_250,
     "report": 17_800,
     "reproduce": 18_450,
