@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddnn.recipe.schema import (
+    AdamConfig,
     AsyncConfig,
     AveragingConfig,
     BmufConfig,
@@ -24,8 +25,9 @@ from ddnn.recipe.schema import (
 
 def make_optimizer_config(name: str = "sgd", **keys: Any) -> OptimizerConfig:
     """`optimizer`, without the keys of NG-SGD where `name` is sgd."""
-    if name == "ng-sgd":
-        return NgSgdConfig(**keys)
+    others = {"ng-sgd": NgSgdConfig, "adam": AdamConfig}
+    if name in others:
+        return others[name](**keys)
     return SgdConfig(**{key: value for key, value in keys.items() if key in SgdConfig.model_fields})
 
 

@@ -35,7 +35,8 @@ class Sgd:
     minibatch 256 is 2.048 on the mean gradient. Parameters with a learning rate coefficient of their own have g scaled
     by it; which of them have l2 and momentum, their layer says.
 
-    NG-SGD is the same step along another direction: it overrides `prepare` and `fill_gradient`.
+    NG-SGD is the same step along another direction: it overrides `prepare` and `fill_gradient`. Adam makes its direction from
+    the gradient of all layers: it overrides `find_direction`.
 
     Attributes:
         network: whose parameters are updated.
@@ -54,16 +55,16 @@ class Sgd:
         self.momentum_buffer = self.gradient.clone() if self.momentum else self.gradient
         self._views = network.split(self.gradient)
         # What the layers ask for beside the plain step, found once: small operations are as dear as their arithmetic.
-        self._scaled: list[tuple[Tensor, float]] = []
+        self._scaled: list[tuple[int, str, float]] = []
         self._without_momentum: list[tuple[Tensor, Tensor]] = []
         self._decayed: list[tuple[Tensor, float]] = []
         self.trainable = [i for i in range(len(network.layers)) if i not in network.frozen]
-        buffers = network.split(self.momentum_buffer)
+        self._momenta = network.split(self.momentum_buffer)
         for i in self.trainable:
-            layer, parameters, gradient, buffer = network.layers[i], network.views[i], self._views[i], buffers[i]
+            layer, parameters, gradient, buffer = network.layers[i], network.views[i], self._views[i], self._momenta[i]
             for name, about in layer.parameters.items():
                 if about.learn_rate_coef != 1.0:
-                    self._scaled.append((gradient[name], about.learn_rate_coef))
+                    self._scaled.append((i, name, about.learn_rate_coef))
                 if not about.momentum:
                     self._without_momentum.append((buffer[name], gradient[name]))
                 if about.l2:
@@ -170,17 +171,26 @@ class Sgd:
         if self.max_gradient_norm:  # waits for no GPU; a gradient that is not finite becomes NaN
             norm = self.network.partition.norm(self.gradient)
             self.gradient.mul_((self.max_gradient_norm * frames / norm).clamp_(max=1.0))
-        for gradient, coef in self._scaled:
-            gradient.mul_(coef)
+        direction = self.find_direction()
+        if self.l2:
+            for parameters, coef in self._decayed:
+                parameters.mul_(1.0 - lr * coef * self.l2 * frames)
+        self.network.parameters.add_(direction, alpha=-lr)
+        self.network.parameters_changed()
+
+    def find_direction(self) -> Tensor:
+        """(num_parameters,), which times the learning rate is subtracted, from `gradient`."""
+        self._scale(self._views)
         if self.momentum:
             self.momentum_buffer.mul_(self.momentum).add_(self.gradient)
             for buffer, gradient in self._without_momentum:
                 buffer.copy_(gradient)
-        if self.l2:
-            for parameters, coef in self._decayed:
-                parameters.mul_(1.0 - lr * coef * self.l2 * frames)
-        self.network.parameters.add_(self.momentum_buffer, alpha=-lr)
-        self.network.parameters_changed()
+        return self.momentum_buffer
+
+    def _scale(self, views: Sequence[Views]) -> None:
+        """The layers' views of a vector times the learning rate coefficients of their parameters."""
+        for i, name, coef in self._scaled:
+            views[i][name].mul_(coef)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What goes from minibatch to minibatch: `momentum_buffer` of the whole network, where there is momentum, the tensor

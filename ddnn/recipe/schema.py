@@ -220,7 +220,8 @@ class SgdConfig(MomentumConfig):
     """The optimizer. Gradients are sums over the minibatch, as in Kaldi, so the learning rate multiplies the sum."""
 
     name: Literal["sgd"] = "sgd"
-    """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD."""
+    """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD. `adam`: Adam. What the learning rate is for
+    each: docs/explanation/optimizers.md."""
     max_gradient_norm: NotNegative = 0.0
     """Gradient clipping: largest Euclidean norm, over all layers, of the gradient per frame (the sum over the minibatch divided
     by its frames). A larger gradient is scaled down to it before momentum is applied. 0: no clipping."""
@@ -254,6 +255,19 @@ class NgSgdConfig(MomentumConfig):
     """With `precision: bf16`, precondition in float32 and round the result, and always update after `update_period`
     minibatches; this takes longer. In float32, precondition with PyTorch's matrix products even where compiled kernels would do
     it; this changes the last bits of the result."""
+
+
+class AdamConfig(MomentumConfig):
+    """Adam."""
+
+    name: Literal["adam"] = "adam"
+    momentum: Fraction = 0.9
+    """beta1, the share of the running mean of gradients that each minibatch keeps. Averaging treats that mean as it does momentum
+    (`parallel.local_momentum`)."""
+    beta2: Fraction = 0.999
+    """Share of the running mean of squared gradients that each minibatch keeps. Each worker has its own."""
+    epsilon: Annotated[float, Field(ge=1e-20, le=1.0)] = 1e-8
+    """Added to the root of the mean of squared gradients, each summed over the minibatch."""
 
 
 class CombinationConfig(Section):
@@ -538,7 +552,7 @@ class LogConfig(Section):
     `tensorboard` in the run dir. `tensorboard --logdir exp` shows them. Needs `pip install 'ddnn[tensorboard]'`."""
 
 
-OptimizerConfig = SgdConfig | NgSgdConfig
+OptimizerConfig = SgdConfig | NgSgdConfig | AdamConfig
 ScheduleConfig = NewbobConfig | ExponentialConfig | ConstantConfig | PowerConfig | PassesConfig
 ParallelConfig = AveragingConfig | BmufConfig | ElasticConfig | AsyncConfig
 

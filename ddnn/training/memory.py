@@ -128,7 +128,7 @@ def _memory_hint(estimate: Estimate, workers: int, available: int) -> tuple[str 
         hint += " or minibatch_size"
     if "momentum" in estimate:
         hint += ", set optimizer.momentum: 0"
-    if "natural gradient" in estimate:
+    if "optimizer" in estimate:
         hint += ", set optimizer.name: sgd"
     if workers > 1:
         hint += ", use fewer workers on each machine"

@@ -294,7 +294,7 @@ def estimate_memory(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int)
         "activations": (minibatch + EVAL_BATCH) * per_frame,  # of a minibatch, and of a block of cross-validation
         "files": 3 * one_copy,  # a model being written takes two copies, a checkpoint that is read three
         "libraries": LIBRARY_BYTES,
-        "natural gradient": optimizer.num_bytes(trainable, minibatch),
+        "optimizer": optimizer.num_bytes(trainable, minibatch),
         "averaging": averaging_copies * own_copy if workers > 1 else 0,
     }
     beside_gpu = {"files": 4 * one_copy, "averaging": 2 * one_copy if workers > 1 else 0, "libraries": LIBRARY_BYTES}

@@ -44,6 +44,7 @@ WAYS: Ways = {
     "elastic": ({"strategy": "elastic", "averaging_period": 3}, {"momentum": 0.5}),
     "1-bit": ({"strategy": "1-bit", "averaging_period": 3}, {"momentum": 0.5}),
     "gradient": ({"strategy": "gradient-all-reduce", "averaging_period": 3}, {"momentum": 0.5}),
+    "adam": ({"averaging_period": 2, "local_momentum": "average"}, {"name": "adam", "epsilon": 1e-2}),
     "warm-up": ({"warmup": "single-worker", "warmup_minibatches": 5, "averaging_period": 3}, {}),
 }
 

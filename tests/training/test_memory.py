@@ -102,7 +102,7 @@ def test_sizes() -> None:
         ({"parallel": {"comm_dtype": "bfloat16"}}, "averaging", 5 * one),
     ):
         assert estimate_memory(recipe(**{**plain, **more}), 440, 3000, 2).on_host("cpu")[part] == size, more
-    assert estimate_memory(recipe(optimizer={"name": "ng-sgd"}), 440, 3000, 1).on_host("cpu")["natural gradient"] > 0
+    assert estimate_memory(recipe(optimizer={"name": "ng-sgd"}), 440, 3000, 1).on_host("cpu")["optimizer"] > 0
     assert "activations" not in estimate_memory(recipe(), 440, 3000, 1).on_host("cuda"), "they are on the GPU"
     swbd = recipe(model=SWBD)
     on_gpu = estimate_memory(swbd, 440, 8806, 1).gpu
@@ -117,7 +117,7 @@ def test_columns_and_stages_divide_what_a_worker_needs() -> None:
     for columns, stages in ((1, 1), (2, 1), (1, 2), (2, 2)):
         split = {**settings, "parallel": {"columns": columns, "stages": stages}}
         split["model"] = {"hidden_layers": 3, "hidden_units": 512}
-        needed[columns, stages] = estimate_memory(recipe(**split), 440, 512, 1).cpu["natural gradient"]
+        needed[columns, stages] = estimate_memory(recipe(**split), 440, 512, 1).cpu["optimizer"]
     inputs, frames = (441, 513, 513, 513), (440, 512, 512, 512)
     for (columns, stages), found in needed.items():
         first = 0 if stages == 1 else 2  # 2 | 2 layers, of which the upper two have more parameters
@@ -210,7 +210,7 @@ def test_the_advice_fits_what_does_not_fit() -> None:
     assert "lower model.hidden_units or model.hidden_layers (in " in hint
     assert "model.layers units, filters or repeat), or use machines" in hint
     assert not any(word in hint for word in ("float16", "utterances", "more machines", "optimizer", "minibatch_size"))
-    _, hint = hint_for(10, frames_in_float16=1, parameters=5, momentum=4, natural_gradient=2)
+    _, hint = hint_for(10, frames_in_float16=1, parameters=5, momentum=4, optimizer=2)
     assert "optimizer.momentum: 0" in hint and "optimizer.name: sgd" in hint
     _, hint = hint_for(10, parameters=2, activations=9)
     assert "or minibatch_size" in hint

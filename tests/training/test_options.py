@@ -16,11 +16,13 @@ from ddnn.averaging.averager import Request
 from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, FrameInterval, Interval, make_strategy
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.groups import Groups
+from ddnn.optim.adam import AdamOptions
 from ddnn.optim.natural_gradient import NaturalGradientOptions
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Passes, Power
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.schema import (
+    AdamConfig,
     AveragingConfig,
     BmufConfig,
     CheckpointConfig,
@@ -56,6 +58,7 @@ NG_SGD = {
     "momentum": 0.5, "l2": 1e-3, "rank_in": 3, "rank_out": 2, "alpha": 3.0, "num_samples_history": 500.0,
     "update_period": 2, "max_change_per_sample": 0.01, "max_change_scope": "unscaled", "exact": True,
 }  # fmt: skip
+ADAM = {"momentum": 0.5, "l2": 1e-3, "beta2": 0.9, "epsilon": 0.1}
 NEWBOB = {
     "initial_learning_rate": 0.1, "max_epochs": 7, "criterion": "frame-accuracy", "start_halving_impr": 0.02,
     "end_halving_impr": 0.002, "halving_factor": 0.7, "keep_lr_epochs": 3, "min_epochs": 4,
@@ -85,6 +88,7 @@ ELSEWHERE = {
     [
         (SgdConfig, {"momentum", "l2", "max_gradient_norm"}),
         (NgSgdConfig, {*NG_SGD}),
+        (AdamConfig, {*ADAM}),
         (NewbobConfig, {*NEWBOB, *COMBINATION}),
         (ExponentialConfig, {*EXPONENTIAL, *COMBINATION}),
         (ConstantConfig, {*CONSTANT, *COMBINATION}),
@@ -108,6 +112,7 @@ def test_options_of_optimizers() -> None:
     )
     options = optimizer_options(make_optimizer_config("ng-sgd", **NG_SGD))
     assert options == NgSgdOptions(0.5, 1e-3, 0.0, 3, 2, 3.0, 500.0, 2, 0.01, "unscaled", True)
+    assert optimizer_options(make_optimizer_config("adam", **ADAM)) == AdamOptions(0.5, 1e-3, 0.0, 0.9, 0.1)
     optimizer = make_optimizer(options, toy_model().network)
     assert isinstance(optimizer, NgSgd) and (optimizer.momentum, optimizer.l2) == (0.5, 1e-3)
     ranks = [3] * 3 + [2] * 3

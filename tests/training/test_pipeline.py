@@ -27,8 +27,9 @@ from ddnn.nn.elementwise import Dropout
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, evaluation_workspace
 from ddnn.nn.objective import CrossEntropy
+from ddnn.optim.adam import AdamOptions
 from ddnn.optim.columns import ColumnNgSgd
-from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
+from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.schedule import MinibatchSizes
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.options import make_partition
@@ -40,6 +41,7 @@ SHAPE = (40, 3, 64, 50)
 OPTIMIZERS: dict[str, SgdOptions] = {
     "sgd": SgdOptions(momentum=0.9, l2=1e-5),
     "short gradients": SgdOptions(momentum=0.5, max_gradient_norm=0.05),
+    "adam": AdamOptions(l2=1e-5, epsilon=1e-3),  # with a smaller one the sign of a gradient's rounding would count
     "ng-sgd": NgSgdOptions(momentum=0.5, l2=1e-5, rank_in=10, rank_out=20, max_change_per_sample=0.0),
     "ng-sgd, max-change bites": NgSgdOptions(rank_in=10, rank_out=20, max_change_per_sample=1e-3),
 }
@@ -48,7 +50,7 @@ Data = list[tuple[Tensor, Tensor]]
 
 def optimizer_of(options: SgdOptions, network: Network) -> Sgd:
     if not isinstance(options, NgSgdOptions):
-        return Sgd(network, options)
+        return make_optimizer(options, network)
     within = network.partition.within_stage
     return ColumnNgSgd(network, within, options) if hasattr(within, "comm") else NgSgd(network, options)  # type: ignore[arg-type]
 
