@@ -31,7 +31,7 @@ TOKENS = {
     "lattices": 4_000,
     "nn": 31_800,
     "optim": 11_700,
-    "recipe": 13_250,
+    "recipe": 13_300,
     "report": 17_800,
     "reproduce": 18_450,
     "runs": 13_050,
