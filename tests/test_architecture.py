@@ -49,7 +49,7 @@ BUDGETS = {
     "longest file": 660,
     "longest function": 55,
     "most imports of ddnn in a file": 38,
-    "modules with one importer": 32,
+    "modules with one importer": 33,
     "modules that training.trainer imports, directly or not": 69,
 }
 """What the code may be at most, by the same rule."""
