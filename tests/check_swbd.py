@@ -50,8 +50,9 @@ class Shape:
 
 
 def cells(config: ReproduceConfig) -> list[tuple[str, int]]:
-    """Condition and workers of all that the tables ask of this corpus, and of what the paper has beside."""
-    tables = paper().tables
+    """Condition and workers of all that the tables ask of this corpus, and of what the paper has beside. `schemes` is for
+    recipes/spoken: a corpus needs no recipe for its extensions."""
+    tables = [table for table in paper().tables if table.name != "schemes"]
     asked = {(condition.name, workers) for table in tables for condition, workers in table.settings(config)}
     published = {(name, gpus) for table in tables for name, sizes in table.published.items() for gpus in sizes}
     return sorted({(config.recipe_name(condition), workers) for condition, workers in asked | published})
