@@ -12,6 +12,7 @@ from ddnn.recipe.schema import (
     ConstantConfig,
     ElasticConfig,
     ExponentialConfig,
+    MuonConfig,
     NewbobConfig,
     NgSgdConfig,
     OptimizerConfig,
@@ -25,7 +26,7 @@ from ddnn.recipe.schema import (
 
 def make_optimizer_config(name: str = "sgd", **keys: Any) -> OptimizerConfig:
     """`optimizer`, without the keys of NG-SGD where `name` is sgd."""
-    others = {"ng-sgd": NgSgdConfig, "adam": AdamConfig}
+    others = {"ng-sgd": NgSgdConfig, "adam": AdamConfig, "muon": MuonConfig}
     if name in others:
         return others[name](**keys)
     return SgdConfig(**{key: value for key, value in keys.items() if key in SgdConfig.model_fields})

@@ -1,1 +1,1 @@
-"""How the parameters move: plain SGD, online natural gradient, Adam, and the schedules of the learning rate."""
+"""How the parameters move: plain SGD, online natural gradient, Adam, Muon, and the schedules of the learning rate."""

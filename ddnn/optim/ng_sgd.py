@@ -31,6 +31,7 @@ from ddnn.nn.arithmetic import Float32
 from ddnn.nn.layer import Gemm, Layer, LayerCall, Views
 from ddnn.nn.network import Network, Workspace
 from ddnn.optim.adam import Adam, AdamOptions
+from ddnn.optim.muon import Muon, MuonOptions
 from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, Side, gammas, max_change_factor
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.util.system import usable_cores
@@ -318,6 +319,7 @@ OPTIMIZERS: dict[str, tuple[type[SgdOptions], Callable[..., Sgd]]] = {
     "sgd": (SgdOptions, Sgd),
     "ng-sgd": (NgSgdOptions, NgSgd),
     "adam": (AdamOptions, Adam),
+    "muon": (MuonOptions, Muon),
 }
 """By `optimizer.name`: the class of its options, whose fields are keys of the recipe, and its own."""
 

@@ -323,6 +323,7 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     yield from _averaging_by_epochs(recipe.parallel)
     yield from _async(recipe.parallel)
     yield from _stages(recipe)
+    yield from _whole_matrices(recipe)
     if recipe.criterion != "ce":
         yield from _sequence(recipe)
 
@@ -475,6 +476,14 @@ def _sequence(recipe: Recipe) -> Iterator[Complaint]:
             yield Complaint(
                 f"parallel.{key}", f"{getattr(parallel, key)} found, expected 1 {name}: a worker has whole utterances"
             )
+
+
+def _whole_matrices(recipe: Recipe) -> Iterator[Complaint]:
+    """Workers that have parts of matrices, under an optimizer that takes them as a whole."""
+    for key in ("columns", "stages"):
+        if recipe.optimizer.name == "muon" and (number := getattr(recipe.parallel, key)) != 1:
+            why = "expected 1 with optimizer.name: muon, which takes weight matrices as a whole"
+            yield Complaint(f"parallel.{key}", f"{number} found, {why}")
 
 
 def _freeze(model: ModelConfig) -> Iterator[Complaint]:

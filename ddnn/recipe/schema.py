@@ -220,7 +220,7 @@ class SgdConfig(MomentumConfig):
     """The optimizer. Gradients are sums over the minibatch, as in Kaldi, so the learning rate multiplies the sum."""
 
     name: Literal["sgd"] = "sgd"
-    """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD. `adam`: Adam. What the learning rate is for
+    """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD. `adam`: Adam. `muon`: Muon. What the learning rate is for
     each: docs/explanation/optimizers.md."""
     max_gradient_norm: NotNegative = 0.0
     """Gradient clipping: largest Euclidean norm, over all layers, of the gradient per frame (the sum over the minibatch divided
@@ -257,10 +257,9 @@ class NgSgdConfig(MomentumConfig):
     it; this changes the last bits of the result."""
 
 
-class AdamConfig(MomentumConfig):
-    """Adam."""
+class MeansConfig(MomentumConfig):
+    """The keys of Adam and of what comes from it."""
 
-    name: Literal["adam"] = "adam"
     momentum: Fraction = 0.9
     """beta1, the share of the running mean of gradients that each minibatch keeps. Averaging treats that mean as it does momentum
     (`parallel.local_momentum`)."""
@@ -268,6 +267,19 @@ class AdamConfig(MomentumConfig):
     """Share of the running mean of squared gradients that each minibatch keeps. Each worker has its own."""
     epsilon: Annotated[float, Field(ge=1e-20, le=1.0)] = 1e-8
     """Added to the root of the mean of squared gradients, each summed over the minibatch."""
+
+
+class AdamConfig(MeansConfig):
+    """Adam."""
+
+    name: Literal["adam"] = "adam"
+
+
+class MuonConfig(MeansConfig):
+    """Muon."""
+
+    name: Literal["muon"] = "muon"
+    momentum: Fraction = 0.95
 
 
 class CombinationConfig(Section):
@@ -552,7 +564,7 @@ class LogConfig(Section):
     `tensorboard` in the run dir. `tensorboard --logdir exp` shows them. Needs `pip install 'ddnn[tensorboard]'`."""
 
 
-OptimizerConfig = SgdConfig | NgSgdConfig | AdamConfig
+OptimizerConfig = SgdConfig | NgSgdConfig | AdamConfig | MuonConfig
 ScheduleConfig = NewbobConfig | ExponentialConfig | ConstantConfig | PowerConfig | PassesConfig
 ParallelConfig = AveragingConfig | BmufConfig | ElasticConfig | AsyncConfig
 

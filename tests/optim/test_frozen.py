@@ -9,6 +9,7 @@ from twins import cross_entropy_step
 from ddnn.nn.arithmetic import make_arithmetic
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.optim.muon import MuonOptions
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 
@@ -16,6 +17,7 @@ LAYERS = (Affine(7, 6), Affine(6, 5, "tanh"), Affine(5, 5), Affine(5, 4, "softma
 OPTIONS = {
     "sgd": SgdOptions(),
     "sgd with momentum": SgdOptions(0.9, 1e-2),
+    "muon": MuonOptions(),
     "ng-sgd": NgSgdOptions(0.5, 1e-2, rank_in=3, rank_out=3, max_change_per_sample=0.01),
 }
 FRAMES = 16

@@ -17,6 +17,7 @@ from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, FrameInte
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.groups import Groups
 from ddnn.optim.adam import AdamOptions
+from ddnn.optim.muon import MuonOptions
 from ddnn.optim.natural_gradient import NaturalGradientOptions
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Passes, Power
@@ -30,6 +31,7 @@ from ddnn.recipe.schema import (
     ExponentialConfig,
     GrowingMinibatchConfig,
     LogConfig,
+    MuonConfig,
     NewbobConfig,
     NgSgdConfig,
     PassesConfig,
@@ -89,6 +91,7 @@ ELSEWHERE = {
         (SgdConfig, {"momentum", "l2", "max_gradient_norm"}),
         (NgSgdConfig, {*NG_SGD}),
         (AdamConfig, {*ADAM}),
+        (MuonConfig, {*ADAM}),
         (NewbobConfig, {*NEWBOB, *COMBINATION}),
         (ExponentialConfig, {*EXPONENTIAL, *COMBINATION}),
         (ConstantConfig, {*CONSTANT, *COMBINATION}),
@@ -113,6 +116,8 @@ def test_options_of_optimizers() -> None:
     options = optimizer_options(make_optimizer_config("ng-sgd", **NG_SGD))
     assert options == NgSgdOptions(0.5, 1e-3, 0.0, 3, 2, 3.0, 500.0, 2, 0.01, "unscaled", True)
     assert optimizer_options(make_optimizer_config("adam", **ADAM)) == AdamOptions(0.5, 1e-3, 0.0, 0.9, 0.1)
+    assert optimizer_options(make_optimizer_config("muon", **ADAM)) == MuonOptions(0.5, 1e-3, 0.0, 0.9, 0.1)
+    assert optimizer_options(make_optimizer_config("muon")) == MuonOptions()
     optimizer = make_optimizer(options, toy_model().network)
     assert isinstance(optimizer, NgSgd) and (optimizer.momentum, optimizer.l2) == (0.5, 1e-3)
     ranks = [3] * 3 + [2] * 3

@@ -61,6 +61,7 @@ WAYS = {
     "means": "optimizer: {momentum: 0.9, l2: 0.01}\n",
     "ng-sgd, exponential": "optimizer: {name: ng-sgd, rank_in: 3, rank_out: 4, momentum: 0.3}\n",
     "adam": "optimizer: {name: adam, l2: 0.01}\n",
+    "muon": "optimizer: {name: muon}\n",
     "sgd, newbob, bf16": "precision: bf16\n",
 }
 
