@@ -96,7 +96,7 @@ class ParameterServer(Link):
             return
         self.parameters.copy_(parameters)
         workers = self.comm.world_size
-        self._wanted = self._request = self._version = 0
+        self._wanted = self._request = self._num_changes = 0
         self._fetched, self._left = [0] * workers, [0] * workers  # not known yet: none is left for certain
         self._pending = set(range(1, workers))
         self._thread = threading.Thread(target=self._serve, name="parameter server", daemon=True)
@@ -141,13 +141,13 @@ class ParameterServer(Link):
             self._request = self._wanted
         if self._request or push.left == LAST:
             self._pending.discard(source)
-        return Answer(self._request, self._version - self._fetched[source])
+        return Answer(self._request, self._num_changes - self._fetched[source])
 
     def _add(self, source: int, change: Tensor, push: Push) -> None:
         if push.counts:
             self.parameters.add_(change, alpha=self.scale)
-            self._version += 1
-        self._fetched[source] = self._version
+            self._num_changes += 1
+        self._fetched[source] = self._num_changes
 
 
 class AsyncAverager(BlockingAverager):
