@@ -301,7 +301,8 @@ class SeveralWorkersAverager(Averager):
             log.warning("the smallest shard has fewer than the %s of an averaging interval", self.interval)
 
     def averaging_seconds(self, count: int) -> float:
-        strategy, before, started = make_strategy(self.config, self.groups.data), self.parameters.clone(), 0.0
+        strategy = make_strategy(self.config, self.groups.data, self.network.shapes)
+        before, started = self.parameters.clone(), 0.0
         strategy.start(before)
         for index in range(1 + count):  # the first one does not count
             with self._staged_parameters() as vector:

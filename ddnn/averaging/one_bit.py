@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Stripe:
-    """Consecutive units of a flat vector, and the message that stands for their values.
+    """Consecutive units of a flat vector, and the message that encodes their values.
 
     A message is uint8: of each unit the mean of its negative values and that of the others, in float32, then a bit for each value,
     1 where it is not negative; bit k of a byte is that of a value in the k-th eighth. What follows `num_bytes` is ignored.
@@ -46,7 +46,7 @@ class Stripe:
         self.add(message, vector, -1)
 
     def add(self, message: Tensor, vector: Tensor, factor: int = 1) -> None:
-        """vector <- vector + factor * what `message` says."""
+        """vector <- vector + factor * what `message` encodes."""
         means, packed = self._fields(message)
         bits = (packed >> _shifts(packed)) & 1
         for values, positive, mean in self._by_block(vector, bits.view(torch.bool), means):

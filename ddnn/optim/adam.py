@@ -39,7 +39,7 @@ class Adam(Sgd):
 
     Attributes:
         second_moment: v, (num_parameters,).
-        matrices: the weights, by layer and name, whose direction is another one than Adam's: of Muon and Shampoo.
+        matrices: the weights, by layer and name, whose direction is another one than Adam's: of Muon.
         steps: (2,) float64 on the device, so that a CUDA graph counts too: minibatches since m and v were zero.
     """
 

@@ -39,9 +39,9 @@ def simulated_seconds(run: RunRecord, cluster: str, network: str) -> float:
     machine, bandwidth = CLUSTERS[cluster]
     epoch = run.measured.to_measurement(run.workers)
     job = with_network(epoch.job, network)
-    if run.time.averagings:  # the averaging period need not be a number of minibatches
-        minibatches = run.epochs * job.frames / (run.workers * job.minibatch)
-        job = replace(job, averaging_period=max(1, round(minibatches / run.time.averagings)))
+    # As often as the run averaged, whatever its period counts; hardly ever where only the mean that ends an epoch did.
+    minibatches = run.epochs * job.frames / (run.workers * job.minibatch)
+    job = replace(job, averaging_period=max(1, round(minibatches / max(run.time.averagings, 1e-3))))
     minibatch = minibatch_seconds(machine, job.layers, job.minibatch, Layout())
     constants = Constants(
         job=job,

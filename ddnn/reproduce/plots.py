@@ -26,7 +26,7 @@ from ddnn.report.figures import (
     style,
     tidy,
 )
-from ddnn.reproduce.clusters import CLUSTERS, Cost, costs
+from ddnn.reproduce.clusters import CLUSTERS, Cost
 from ddnn.reproduce.comparison import HypothesisResult, VerdictName
 from ddnn.reproduce.entries import SpeedUp, TableEntry, main_accuracy
 from ddnn.reproduce.runs import CV_ACCURACY, WER
@@ -60,7 +60,12 @@ LINES = {
 
 
 def table_pictures(
-    config: ReproduceConfig, table: Table, entries: list[TableEntry], metrics: list[str], speeds: list[SpeedUp]
+    config: ReproduceConfig,
+    table: Table,
+    entries: list[TableEntry],
+    metrics: list[str],
+    speeds: list[SpeedUp],
+    known_costs: Sequence[Cost] = (),
 ) -> Mapping[str, Callable[[Path], Path]]:
     """The plots of a table, as far as there are figures for them: names of SVG files, and what draws them to a path."""
     title, pictures = f"{config.name}, {table.name}: {table.title}", dict[str, Callable[[Path], Path]]()
@@ -69,8 +74,8 @@ def table_pictures(
     shown = [main_accuracy(metrics), next((metric for metric in metrics if metric.endswith(WER)), None)]
     if panels := list(filter(None, shown)):
         pictures[f"{table.name}.svg"] = partial(draw_accuracies, title, entries, panels)
-    if known := costs(entries, shown[0], table.network):
-        pictures[f"{table.name}-costs.svg"] = partial(draw_costs, title, known, panels[0])
+    if known_costs:
+        pictures[f"{table.name}-costs.svg"] = partial(draw_costs, title, known_costs, panels[0])
     ends = [entry for entry in entries if entry.workers in (1, config.max_workers)]
     if any(run.cv_by_epoch for entry in ends for run in entry.valid):
         pictures[f"{table.name}-learning.svg"] = partial(draw_learning, title, ends)
@@ -84,8 +89,9 @@ def draw_costs(title: str, results: Sequence[Cost], metric: str, path: Path) -> 
     values: dict[str, Callable[[Cost], float]] = {"GB sent by a worker": lambda cost: cost.gigabytes}
     values |= {f"minutes: {name}": (lambda cost, name=name: cost.seconds[name] / 60.0) for name in CLUSTERS}  # type: ignore[misc]
     figure = new_figure(WIDTH, 7.4)
-    panels = figure.subplots(2, 3, sharey=True).flat
-    for axes, (name, value) in zip(panels, values.items(), strict=False):
+    *panels, unused = figure.subplots(2, 3, sharey=True).flat
+    unused.set_axis_off()
+    for axes, (name, value) in zip(panels, values.items(), strict=True):
         tidy(axes, name, "", f"{label(metric)} (%)")
         axes.set_xscale("log")
         for cost in results:
@@ -100,10 +106,8 @@ def draw_costs(title: str, results: Sequence[Cost], metric: str, path: Path) -> 
             for cost in own:  # larger: more workers
                 size = 2.0 + 1.6 * cost.entry.workers.bit_length()
                 axes.plot(value(cost), cost.accuracy, marker, color=color, markersize=size)
-    for axes in panels:
-        axes.set_axis_off()
     figure.suptitle(f"{title} (larger markers: more workers; gray: one worker)", fontsize=12)
-    legend_below(figure, figure.axes[0])
+    legend_below(figure, panels[0])
     return save_svg(figure, path)
 
 

@@ -158,14 +158,15 @@ def _section(
     """What the template shows of a table, and its pictures."""
     metrics = metrics_of(config, [run for entry in entries for run in entry.runs])
     speeds = speed_ups(config, table, records) if table.kind == "speed" else []
-    drawn = table_pictures(config, table, entries, metrics, speeds)
+    known_costs = costs(entries, main_accuracy(metrics), table.network)
+    drawn = table_pictures(config, table, entries, metrics, speeds, known_costs)
     return {
         "table": table,
         "entries": entries,
         "metrics": metrics,
         "speed_ups": speeds,
         "pictures": list(drawn),
-        "costs": costs(entries, main_accuracy(metrics), table.network),
+        "costs": known_costs,
         "fits": [] if table.times is None else fit_shared_times(table.times),
         "hypotheses": [compare(config, table, hypothesis, records) for hypothesis in table.hypotheses],
     }, drawn

@@ -81,7 +81,7 @@ class Table(Section):
     base: Name = BASE  # the condition whose runs on one worker speed-ups are measured against
     divides_minibatch: bool = False  # among the workers: minibatches are compared by their sum over the workers
     times: SharedTimes | None = None  # published, of workers that share a model
-    network: str = ""  # whose bytes and times on clusters the runs are held against, as 440-6x2048-8806; "": none
+    network: str = ""  # of which the report computes bytes and times on clusters, as 440-6x2048-8806; "": none
     note: str = ""  # what a reader has to know
 
     def settings(self, config: ReproduceConfig) -> list[tuple[Condition, int]]:

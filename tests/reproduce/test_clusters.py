@@ -47,6 +47,16 @@ def test_rare_averagings_send_less() -> None:
     assert seconds[0] - seconds[1] == pytest.approx(saved, rel=5e-3)
 
 
+def test_averaging_once_an_epoch_sends_the_mean_that_ends_it_alone() -> None:
+    base = run(2)
+    assert base.time is not None
+    once = base.model_copy(update={"time": base.time.model_copy(update={"averagings": 0})})
+    machine, bandwidth = CLUSTERS["K20, FDR InfiniBand"]
+    message = 2 * machine.latency + 4 * PARAMETERS / bandwidth
+    expected = 10 * (230_000 / (2 * 256) * MINIBATCH["K20, FDR InfiniBand"] + message)
+    assert simulated_seconds(once, "K20, FDR InfiniBand", NETWORK) == pytest.approx(expected, rel=2e-3)
+
+
 def test_the_costs_of_an_entry_are_means_over_its_runs() -> None:
     second = record("base", 2, 2, 0.5, measured=epoch(2, 10.0))
     entry = TableEntry(Condition(name="base", label="all-reduce"), 2, (run(2), second))

@@ -10,7 +10,7 @@ import pytest
 from reproduce.synthetic import TABLES, diverged, epoch, plan, table_records
 
 from ddnn.reproduce import plots
-from ddnn.reproduce.clusters import CLUSTERS
+from ddnn.reproduce.clusters import CLUSTERS, costs
 from ddnn.reproduce.comparison import compare
 from ddnn.reproduce.entries import metrics_of, table_entries
 from ddnn.reproduce.plots import (
@@ -106,7 +106,9 @@ def test_costs(tmp_path: Path) -> None:
     }
     entries = table_entries(corpus, table, measured)
     metrics = metrics_of(corpus, measured.values())
-    pictures = table_pictures(corpus, table, entries, metrics, [])
+    known = costs(entries, "test frame accuracy", table.network)
+    pictures = table_pictures(corpus, table, entries, metrics, [], known)
     text = pictures["schemes-costs.svg"](tmp_path / "costs.svg").read_text()
     assert all(name in text for name in (*CLUSTERS, "GB sent by a worker", "elastic averaging"))
-    assert "schemes-costs.svg" not in table_pictures(corpus, table, table_entries(corpus, table, records), metrics, [])
+    assert costs(table_entries(corpus, table, records), "test frame accuracy", table.network) == []
+    assert "schemes-costs.svg" not in table_pictures(corpus, table, entries, metrics, [])
