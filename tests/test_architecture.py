@@ -33,7 +33,7 @@ TOKENS = {
     "optim": 12_050,
     "recipe": 13_400,
     "report": 17_800,
-    "reproduce": 18_520,
+    "reproduce": 18_500,
     "runs": 13_050,
     "slurm": 6_640,
     "synth": 5_250,

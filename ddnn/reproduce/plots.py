@@ -30,7 +30,7 @@ from ddnn.reproduce.clusters import CLUSTERS, Cost
 from ddnn.reproduce.comparison import HypothesisResult, VerdictName
 from ddnn.reproduce.entries import SpeedUp, TableEntry, main_accuracy
 from ddnn.reproduce.runs import CV_ACCURACY, WER
-from ddnn.reproduce.tables import ReproduceConfig, Table
+from ddnn.reproduce.tables import BASE, ReproduceConfig, Table
 from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.text import plural
 
@@ -84,29 +84,35 @@ def table_pictures(
 
 def draw_costs(title: str, results: Sequence[Cost], metric: str, path: Path) -> Path:
     """Accuracy against what a training costs: a panel for the bytes that a worker sends and for the time on each cluster, a curve for
-    each condition through its numbers of workers; one worker, which sends nothing, is a line."""
+    each condition through its numbers of workers; the base on one worker, which sends nothing, is a line."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     conditions = list(dict.fromkeys(cost.entry.condition.label for cost in results if cost.entry.workers > 1))
     values: dict[str, Callable[[Cost], float]] = {"GB sent by a worker": lambda cost: cost.gigabytes}
-    values |= {f"minutes: {name}": (lambda cost, name=name: cost.seconds[name] / 60.0) for name in CLUSTERS}  # type: ignore[misc]
+    values |= {f"seconds: {name}": (lambda cost, name=name: cost.seconds[name]) for name in CLUSTERS}  # type: ignore[misc]
     figure = new_figure(WIDTH, 7.4)
     *panels, unused = figure.subplots(2, 3, sharey=True).flat
     unused.set_axis_off()
     for axes, (name, value) in zip(panels, values.items(), strict=True):
         tidy(axes, name, "", f"{label(metric)} (%)")
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         for cost in results:
-            if cost.entry.workers == 1:
+            if (cost.entry.condition.name, cost.entry.workers) == (BASE, 1):
                 axes.axhline(cost.accuracy, color="0.6", linewidth=1.2)
         for number, condition in enumerate(conditions):
             own = [cost for cost in results if cost.entry.condition.label == condition and cost.entry.workers > 1]
             color, marker, line = style(number)
-            axes.plot(
-                [value(cost) for cost in own], [cost.accuracy for cost in own], line, color=color, label=condition
-            )
+            fill = "white" if number >= len(COLORS) else color  # where colors and markers repeat
+            looks = {"color": color, "marker": marker, "markerfacecolor": fill}
+            axes.plot([], [], line, **looks, label=condition)
+            axes.plot([value(cost) for cost in own], [cost.accuracy for cost in own], line, color=color)
             for cost in own:  # larger: more workers
                 size = 2.0 + 1.6 * cost.entry.workers.bit_length()
-                axes.plot(value(cost), cost.accuracy, marker, color=color, markersize=size)
-    figure.suptitle(f"{title} (larger markers: more workers; gray: one worker)", fontsize=12)
+                axes.plot(value(cost), cost.accuracy, **looks, markersize=size)
+    figure.suptitle(f"{title} (larger markers: more workers; gray: the base on one worker)", fontsize=12)
     legend_below(figure, panels[0])
     return save_svg(figure, path)
 

@@ -312,6 +312,8 @@ def test_costs_are_shown_where_a_table_names_a_network() -> None:
     records = table_records(corpus, [table])
     measured = [run.model_copy(update={"measured": epoch(run.workers, 10.0)}) for run in records.values()]
     text = build_report(corpus, [table], by_name(measured), "c", []).markdown("x")
-    header = "| condition | workers | accuracy (%) | averagings | GB sent by a worker | CPU cores | H200, NVLink |"
+    header = (
+        "| condition | workers | accuracy (%) | averagings | GB sent by a worker | CPU cores (s) | H200, NVLink (s) |"
+    )
     assert header in text and "of 440-6x2048-8806 with these minibatches" in " ".join(text.split())
     assert header not in build_report(corpus, [table], records, "c", []).markdown("x")
