@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ def command_error(command: Sequence[str], returncode: int, output_tail: str, log
     """Of a process that did not end with exit code 0. `command` as the user would give it; `returncode` is negative if a
     signal ended it."""
     lines = [line.strip() for line in output_tail.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ddnn: error:")]
+    errors = [line for line in lines if re.match(r"ddnn: (worker \d+ on \S+: )?error:", line)]
     if returncode == DivergedError.exit_code:
         return DivergedError(errors[-1].partition("error: ")[2] if errors else "the training diverged")
     ended = f"ended by {signal_name(-returncode)}" if returncode < 0 else f"exit code {returncode}"

@@ -115,6 +115,10 @@ def test_as_many_runs_at_once_as_there_are_cores_for_their_workers(
         ("print(1 / 0)", "exit code 1: ZeroDivisionError: division by zero"),
         ("import sys\nsys.exit(4)", "exit code 4: it wrote nothing"),
         ("import os\nos.kill(os.getpid(), 9)", "ended by SIGKILL: it wrote nothing"),
+        (
+            "import sys\nsys.exit('ddnn: worker 3 on vm: error: 4 workers have 1 GPU\\n  hint: take one worker')",
+            "exit code 1: ddnn: worker 3 on vm: error: 4 workers have 1 GPU",
+        ),
     ],
 )
 def test_how_a_command_failed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str) -> None:
