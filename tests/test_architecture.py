@@ -30,8 +30,8 @@ TOKENS = {
     "kaldi": 24_300,
     "lattices": 4_000,
     "nn": 31_800,
-    "optim": 12_050,
-    "recipe": 13_400,
+    "optim": 12_800,
+    "recipe": 13_450,
     "report": 17_800,
     "reproduce": 18_500,
     "runs": 13_050,
@@ -49,7 +49,7 @@ BUDGETS = {
     "longest file": 660,
     "longest function": 55,
     "most imports of ddnn in a file": 38,
-    "modules with one importer": 33,
+    "modules with one importer": 34,
     "modules that training.trainer imports, directly or not": 69,
 }
 """What the code may be at most, by the same rule."""
