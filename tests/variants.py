@@ -21,12 +21,13 @@ from ddnn.recipe.schema import (
     PowerConfig,
     ScheduleConfig,
     SgdConfig,
+    ShampooConfig,
 )
 
 
 def make_optimizer_config(name: str = "sgd", **keys: Any) -> OptimizerConfig:
     """`optimizer`, without the keys of NG-SGD where `name` is sgd."""
-    others = {"ng-sgd": NgSgdConfig, "adam": AdamConfig, "muon": MuonConfig}
+    others = {"ng-sgd": NgSgdConfig, "adam": AdamConfig, "muon": MuonConfig, "shampoo": ShampooConfig}
     if name in others:
         return others[name](**keys)
     return SgdConfig(**{key: value for key, value in keys.items() if key in SgdConfig.model_fields})

@@ -1,1 +1,1 @@
-"""How the parameters move: plain SGD, online natural gradient, Adam, Muon, and the schedules of the learning rate."""
+"""How the parameters move: plain SGD, online natural gradient, Adam, Muon, Shampoo, and the schedules of the learning rate."""

@@ -39,7 +39,7 @@ class Adam(Sgd):
 
     Attributes:
         second_moment: v, (num_parameters,).
-        matrices: the weights, by layer and name, whose direction is another one than Adam's: of Muon.
+        matrices: the weights, by layer and name, whose direction is another one than Adam's: of Muon and Shampoo.
         steps: (2,) float64 on the device, so that a CUDA graph counts too: minibatches since m and v were zero.
     """
 
@@ -70,6 +70,11 @@ class Adam(Sgd):
             self.change_direction(i, name, gradient, mean, direction)
         self._scale(self._directions)
         return self._direction
+
+    def weights(self) -> list[tuple[int, str]]:
+        """The weight matrices that are trained, by layer and name."""
+        views = self.network.views
+        return [(i, name) for i in self.trainable for name, view in views[i].items() if view.ndim == 2]
 
     def change_direction(self, i: int, name: str, gradient: Tensor, mean: Tensor, direction: Tensor) -> None:
         """`direction` of a matrix among `matrices`, Adam's until then, <- another one; `gradient` and `mean`: g and m."""

@@ -36,13 +36,7 @@ class Muon(Adam):
     def __init__(self, network: Network, options: MuonOptions | None = None) -> None:
         super().__init__(network, options or MuonOptions())
         output = max((i for i, layer in enumerate(network.layers) if layer.gemm is not None), default=0)
-        self.matrices = [
-            (i, name)
-            for i in self.trainable
-            if i != output
-            for name, view in network.views[i].items()
-            if view.ndim == 2
-        ]
+        self.matrices = [(i, name) for i, name in self.weights() if i != output]
 
     def change_direction(self, i: int, name: str, gradient: Tensor, mean: Tensor, direction: Tensor) -> None:
         orthogonal = orthogonalize(gradient.lerp(mean, self.momentum))

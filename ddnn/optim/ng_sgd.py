@@ -34,6 +34,7 @@ from ddnn.optim.adam import Adam, AdamOptions
 from ddnn.optim.muon import Muon, MuonOptions
 from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, Side, gammas, max_change_factor
 from ddnn.optim.sgd import Sgd, SgdOptions
+from ddnn.optim.shampoo import Shampoo, ShampooOptions
 from ddnn.util.system import usable_cores
 
 HOST_THREADS = 8  # at most, for the eigendecompositions of a training on a GPU
@@ -320,6 +321,7 @@ OPTIMIZERS: dict[str, tuple[type[SgdOptions], Callable[..., Sgd]]] = {
     "ng-sgd": (NgSgdOptions, NgSgd),
     "adam": (AdamOptions, Adam),
     "muon": (MuonOptions, Muon),
+    "shampoo": (ShampooOptions, Shampoo),
 }
 """By `optimizer.name`: the class of its options, whose fields are keys of the recipe, and its own."""
 

@@ -481,8 +481,9 @@ def _sequence(recipe: Recipe) -> Iterator[Complaint]:
 def _whole_matrices(recipe: Recipe) -> Iterator[Complaint]:
     """Workers that have parts of matrices, under an optimizer that takes them as a whole."""
     for key in ("columns", "stages"):
-        if recipe.optimizer.name == "muon" and (number := getattr(recipe.parallel, key)) != 1:
-            why = "expected 1 with optimizer.name: muon, which takes weight matrices as a whole"
+        name, number = recipe.optimizer.name, getattr(recipe.parallel, key)
+        if name in ("muon", "shampoo") and number != 1:
+            why = f"expected 1 with optimizer.name: {name}, which takes weight matrices as a whole"
             yield Complaint(f"parallel.{key}", f"{number} found, {why}")
 
 

@@ -220,8 +220,8 @@ class SgdConfig(MomentumConfig):
     """The optimizer. Gradients are sums over the minibatch, as in Kaldi, so the learning rate multiplies the sum."""
 
     name: Literal["sgd"] = "sgd"
-    """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD. `adam`: Adam. `muon`: Muon. What the learning rate is for
-    each: docs/explanation/optimizers.md."""
+    """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD. `adam`: Adam. `muon`: Muon. `shampoo`: Shampoo. What the
+    learning rate is for each: docs/explanation/optimizers.md."""
     max_gradient_norm: NotNegative = 0.0
     """Gradient clipping: largest Euclidean norm, over all layers, of the gradient per frame (the sum over the minibatch divided
     by its frames). A larger gradient is scaled down to it before momentum is applied. 0: no clipping."""
@@ -280,6 +280,16 @@ class MuonConfig(MeansConfig):
 
     name: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
+
+
+class ShampooConfig(MeansConfig):
+    """Shampoo."""
+
+    name: Literal["shampoo"] = "shampoo"
+    update_period: Count = 20
+    """Minibatches between two computations of the roots of the matrices, by eigendecompositions."""
+    max_dimension: Count = 1024
+    """A longer side of a weight matrix is not preconditioned."""
 
 
 class CombinationConfig(Section):
@@ -564,7 +574,7 @@ class LogConfig(Section):
     `tensorboard` in the run dir. `tensorboard --logdir exp` shows them. Needs `pip install 'ddnn[tensorboard]'`."""
 
 
-OptimizerConfig = SgdConfig | NgSgdConfig | AdamConfig | MuonConfig
+OptimizerConfig = SgdConfig | NgSgdConfig | AdamConfig | MuonConfig | ShampooConfig
 ScheduleConfig = NewbobConfig | ExponentialConfig | ConstantConfig | PowerConfig | PassesConfig
 ParallelConfig = AveragingConfig | BmufConfig | ElasticConfig | AsyncConfig
 

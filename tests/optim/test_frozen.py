@@ -12,12 +12,14 @@ from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.muon import MuonOptions
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
+from ddnn.optim.shampoo import ShampooOptions
 
 LAYERS = (Affine(7, 6), Affine(6, 5, "tanh"), Affine(5, 5), Affine(5, 4, "softmax", bias_learn_rate_coef=0.1))
 OPTIONS = {
     "sgd": SgdOptions(),
     "sgd with momentum": SgdOptions(0.9, 1e-2),
     "muon": MuonOptions(),
+    "shampoo": ShampooOptions(),
     "ng-sgd": NgSgdOptions(0.5, 1e-2, rank_in=3, rank_out=3, max_change_per_sample=0.01),
 }
 FRAMES = 16

@@ -68,13 +68,14 @@ def test_biases_and_the_output_layer_have_the_steps_of_adam() -> None:
             assert torch.equal(view, others[name]) == (name == "bias" or i == 2)
 
 
+@pytest.mark.parametrize("name", ["muon", "shampoo"])
 @pytest.mark.parametrize("key", ["columns", "stages"])
-def test_matrices_in_parts_are_refused(key: str, tmp_path: Path) -> None:
+def test_matrices_in_parts_are_refused(key: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        "data: {train: ., alignments: .}\noptimizer: {name: muon}\nmodel: {hidden_layers: 2, hidden_units: 8}\n"
+        f"data: {{train: ., alignments: .}}\noptimizer: {{name: {name}}}\nmodel: {{hidden_layers: 2, hidden_units: 8}}\n"
         f"parallel: {{workers: 2, {key}: 2}}\n"
     )
-    with pytest.raises(RecipeError, match=f"parallel.{key}: 2 found, expected 1 with optimizer.name: muon"):
+    with pytest.raises(RecipeError, match=f"parallel.{key}: 2 found, expected 1 with optimizer.name: {name}"):
         load_recipe(path, must_exist=False)
     load_recipe(path, [f"parallel.{key}=1"], must_exist=False)

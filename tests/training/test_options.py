@@ -22,6 +22,7 @@ from ddnn.optim.natural_gradient import NaturalGradientOptions
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Passes, Power
 from ddnn.optim.sgd import SgdOptions
+from ddnn.optim.shampoo import ShampooOptions
 from ddnn.recipe.schema import (
     AdamConfig,
     AveragingConfig,
@@ -38,6 +39,7 @@ from ddnn.recipe.schema import (
     PowerConfig,
     Recipe,
     SgdConfig,
+    ShampooConfig,
     WorkersConfig,
 )
 from ddnn.recipe.section import Section
@@ -92,6 +94,7 @@ ELSEWHERE = {
         (NgSgdConfig, {*NG_SGD}),
         (AdamConfig, {*ADAM}),
         (MuonConfig, {*ADAM}),
+        (ShampooConfig, {*ADAM, "update_period", "max_dimension"}),
         (NewbobConfig, {*NEWBOB, *COMBINATION}),
         (ExponentialConfig, {*EXPONENTIAL, *COMBINATION}),
         (ConstantConfig, {*CONSTANT, *COMBINATION}),
@@ -118,6 +121,8 @@ def test_options_of_optimizers() -> None:
     assert optimizer_options(make_optimizer_config("adam", **ADAM)) == AdamOptions(0.5, 1e-3, 0.0, 0.9, 0.1)
     assert optimizer_options(make_optimizer_config("muon", **ADAM)) == MuonOptions(0.5, 1e-3, 0.0, 0.9, 0.1)
     assert optimizer_options(make_optimizer_config("muon")) == MuonOptions()
+    shampoo = make_optimizer_config("shampoo", **ADAM, update_period=3, max_dimension=5)
+    assert optimizer_options(shampoo) == ShampooOptions(0.5, 1e-3, 0.0, 0.9, 0.1, 3, 5)
     optimizer = make_optimizer(options, toy_model().network)
     assert isinstance(optimizer, NgSgd) and (optimizer.momentum, optimizer.l2) == (0.5, 1e-3)
     ranks = [3] * 3 + [2] * 3

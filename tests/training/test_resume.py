@@ -62,6 +62,7 @@ WAYS = {
     "ng-sgd, exponential": "optimizer: {name: ng-sgd, rank_in: 3, rank_out: 4, momentum: 0.3}\n",
     "adam": "optimizer: {name: adam, l2: 0.01}\n",
     "muon": "optimizer: {name: muon}\n",
+    "shampoo": "optimizer: {name: shampoo, update_period: 3}\n",
     "sgd, newbob, bf16": "precision: bf16\n",
 }
 
