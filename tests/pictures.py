@@ -17,7 +17,8 @@ from xml.sax.saxutils import escape
 import torch
 from distributed.threads import run_workers
 
-from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, Interval
+from ddnn.averaging.strategies import STRATEGIES
+from ddnn.averaging.strategy import AveragingOptions, Interval
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.signals import EXIT_DIVERGED, EXIT_KILLED, EXIT_RESUMABLE
 from ddnn.nn.convolution import Axis, Convolution

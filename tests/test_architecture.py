@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
     "top": 3_350,
-    "averaging": 10_250,
+    "averaging": 10_300,
     "bench": 4_970,
     "cli": 6_650,
     "data": 16_150,
@@ -50,7 +50,7 @@ BUDGETS = {
     "longest function": 55,
     "most imports of ddnn in a file": 38,
     "modules with one importer": 34,
-    "modules that training.trainer imports, directly or not": 69,
+    "modules that training.trainer imports, directly or not": 70,
 }
 """What the code may be at most, by the same rule."""
 
@@ -364,7 +364,7 @@ def test_the_training_loop_decides_nothing() -> None:
 @pytest.mark.parametrize("pattern", CHOSEN_ONCE)
 def test_choices_are_made_once(folder: str, pattern: str) -> None:
     # Where an object is chosen, or one worker has nothing to send.
-    allowed = {"choice.py": 2, "strategies.py": 3, "job.py": 1, "options.py": 1, "pretraining.py": 1}
+    allowed = {"choice.py": 2, "strategies.py": 1, "strategy.py": 2, "job.py": 1, "options.py": 1, "pretraining.py": 1}
     for path in sorted((PACKAGE / folder).glob("*.py")):
         assert len(re.findall(pattern, path.read_text())) <= allowed.get(path.name, 0), path.name
 

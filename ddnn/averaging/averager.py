@@ -33,14 +33,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ddnn.averaging.strategies import (
-    AllReduce,
-    AveragingOptions,
-    FrameInterval,
-    Interval,
-    gather_weights,
-    make_strategy,
-)
+from ddnn.averaging.strategies import AllReduce, make_strategy
+from ddnn.averaging.strategy import AveragingOptions, FrameInterval, Interval, gather_weights
 from ddnn.distributed.communicator import CommStats, StagingBuffer
 from ddnn.distributed.groups import Groups
 from ddnn.distributed.mpi import require_thread_level

@@ -13,7 +13,8 @@ from ddnn.averaging.averager import (
     SeveralWorkersAverager,
 )
 from ddnn.averaging.parameter_server import AsyncAverager
-from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, weighted_mean
+from ddnn.averaging.strategies import STRATEGIES
+from ddnn.averaging.strategy import AveragingOptions, weighted_mean
 from ddnn.distributed.groups import Groups
 from ddnn.nn.network import Network
 from ddnn.nn.rbm import Rbm

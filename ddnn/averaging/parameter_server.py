@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ddnn.averaging.averager import BlockingAverager, Request
-from ddnn.averaging.strategies import NoFiniteModelError
+from ddnn.averaging.strategy import NoFiniteModelError
 from ddnn.distributed.communicator import Communicator, StagingBuffer
 from ddnn.distributed.mpi import require_thread_level
 

@@ -72,5 +72,5 @@ def inverse_root(matrix: Tensor, p: int) -> Tensor:
     if not bool(matrix.isfinite().all()):
         return torch.full_like(matrix, torch.nan)
     values, vectors = torch.linalg.eigh(matrix.double())
-    values = (values + RIDGE * values[-1]).clamp_(min=1e-30)
-    return (vectors * values ** (-1.0 / p)) @ vectors.t()
+    roots = (values + RIDGE * values[-1]).clamp_(min=1e-30) ** (-1.0 / p)
+    return torch.mm(vectors * roots, vectors.t())

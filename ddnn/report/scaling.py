@@ -26,7 +26,7 @@ from ddnn.distributed.cost import (
 from ddnn.util.errors import UserError
 
 if TYPE_CHECKING:
-    from ddnn.averaging.strategies import AveragingStrategy
+    from ddnn.averaging.strategy import AveragingStrategy
 
 
 @dataclass(frozen=True)

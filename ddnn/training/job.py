@@ -20,7 +20,7 @@ import torch
 
 from ddnn import __version__
 from ddnn.averaging.choice import make_averager
-from ddnn.averaging.strategies import NoFiniteModelError
+from ddnn.averaging.strategy import NoFiniteModelError
 from ddnn.data.batches import make_batch_loader
 from ddnn.data.pipeline import (
     TrainingData,

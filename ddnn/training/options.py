@@ -11,7 +11,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddnn.averaging.strategies import STRATEGIES, AveragingOptions
+from ddnn.averaging.strategies import STRATEGIES
+from ddnn.averaging.strategy import AveragingOptions
 from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex

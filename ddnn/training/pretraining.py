@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ddnn.averaging.choice import make_averager
-from ddnn.averaging.strategies import AveragingOptions
+from ddnn.averaging.strategy import AveragingOptions
 from ddnn.data.batches import Batch, Sampler, SequentialSampler, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import STATISTICS_UTTERANCES, FrameSubset
 from ddnn.data.pipeline import TrainingData

@@ -14,7 +14,8 @@ from twins import quantized
 from variants import make_optimizer_config, make_parallel_config
 
 from ddnn.averaging.one_bit import Stripe, cut_into_stripes
-from ddnn.averaging.strategies import AveragingOptions, OneBit, make_strategy
+from ddnn.averaging.strategies import OneBit, make_strategy
+from ddnn.averaging.strategy import AveragingOptions
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.groups import Groups
 

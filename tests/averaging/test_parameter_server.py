@@ -19,7 +19,7 @@ from variants import make_optimizer_config, make_parallel_config
 from ddnn.averaging import parameter_server
 from ddnn.averaging.averager import Averager, Request
 from ddnn.averaging.parameter_server import LAST, Answer, Link, ParameterServer, Push
-from ddnn.averaging.strategies import NoFiniteModelError
+from ddnn.averaging.strategy import NoFiniteModelError
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
 from ddnn.runs.checkpoint import CheckpointStore

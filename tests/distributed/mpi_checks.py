@@ -18,16 +18,8 @@ import torch
 from distributed.conformance import variant
 from torch import Tensor
 
-from ddnn.averaging.strategies import (
-    AveragingOptions,
-    AveragingStrategy,
-    BlockMomentum,
-    Elastic,
-    OneBit,
-    make_strategy,
-    mean_of_deltas,
-    weighted_mean,
-)
+from ddnn.averaging.strategies import BlockMomentum, Elastic, OneBit, make_strategy
+from ddnn.averaging.strategy import AveragingOptions, AveragingStrategy, mean_of_deltas, weighted_mean
 from ddnn.distributed.communicator import CPU, Communicator, SingleProcess
 from ddnn.distributed.mpi import MpiCommunicator, init_communicator, require_thread_level
 from ddnn.distributed.transport import ProcessGroupBackend

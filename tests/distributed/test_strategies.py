@@ -21,16 +21,8 @@ from numpy.typing import NDArray
 from twins import quantized
 
 from ddnn.averaging.one_bit import cut_into_stripes
-from ddnn.averaging.strategies import (
-    STRATEGIES,
-    AveragingOptions,
-    AveragingStrategy,
-    CommDtype,
-    Traffic,
-    _Gossip,
-    gather_weights,
-    make_strategy,
-)
+from ddnn.averaging.strategies import STRATEGIES, _Gossip, make_strategy
+from ddnn.averaging.strategy import AveragingOptions, AveragingStrategy, CommDtype, Traffic, gather_weights
 from ddnn.distributed.communicator import CommStats, Communicator, SingleProcess
 from ddnn.recipe.schema import AveragingConfig, Recipe
 from ddnn.report.scaling import CommScheme, Constants, Job, comm_seconds, epoch_seconds

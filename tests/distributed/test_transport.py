@@ -14,7 +14,7 @@ from distributed.mpi_worlds import launch
 
 from ddnn.averaging import averager
 from ddnn.averaging.choice import make_averager
-from ddnn.averaging.strategies import AveragingOptions
+from ddnn.averaging.strategy import AveragingOptions
 from ddnn.distributed.communicator import Communicator, SingleProcess, StagingBuffer, TensorBackend
 from ddnn.distributed.groups import Groups
 from ddnn.distributed.mpi import require_thread_level

@@ -20,7 +20,7 @@ from torch import Tensor
 from toy import MINIBATCH, Recorder, toy_model, toy_shard, toy_trainer, train_to_end
 from variants import make_optimizer_config, make_parallel_config
 
-from ddnn.averaging.strategies import NoFiniteModelError
+from ddnn.averaging.strategy import NoFiniteModelError
 from ddnn.data.batches import Batch, ShuffledSampler
 from ddnn.data.dataset import AcousticDataset, gather
 from ddnn.distributed.communicator import Communicator, SingleProcess

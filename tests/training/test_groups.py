@@ -15,7 +15,7 @@ from variants import make_optimizer_config, make_parallel_config
 from ddnn.averaging import averager
 from ddnn.averaging.averager import Request
 from ddnn.averaging.choice import make_averager
-from ddnn.averaging.strategies import AveragingOptions
+from ddnn.averaging.strategy import AveragingOptions
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.groups import Groups, watch
 from ddnn.distributed.watchdog import NoWatchdog

@@ -15,7 +15,7 @@ from variants import make_parallel_config
 
 from ddnn.averaging.averager import Averager, Request
 from ddnn.averaging.choice import make_averager
-from ddnn.averaging.strategies import AveragingOptions, NoFiniteModelError
+from ddnn.averaging.strategy import AveragingOptions, NoFiniteModelError
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.groups import Groups
 from ddnn.nn.layers import Affine

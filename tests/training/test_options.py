@@ -13,7 +13,8 @@ from training.toy import toy_model
 from variants import make_optimizer_config, make_parallel_config, make_schedule_config
 
 from ddnn.averaging.averager import Request
-from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, FrameInterval, Interval, make_strategy
+from ddnn.averaging.strategies import BlockMomentum, make_strategy
+from ddnn.averaging.strategy import AveragingOptions, FrameInterval, Interval
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.groups import Groups
 from ddnn.optim.adam import AdamOptions
