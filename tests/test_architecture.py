@@ -33,7 +33,7 @@ TOKENS = {
     "optim": 12_800,
     "recipe": 13_450,
     "report": 17_800,
-    "reproduce": 18_500,
+    "reproduce": 18_550,
     "runs": 13_050,
     "slurm": 6_640,
     "synth": 5_250,

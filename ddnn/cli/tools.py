@@ -164,6 +164,8 @@ def bench(
 @option("--report", type=PATH, help="Writes REPORT.md, REPORT.html, plots into REPORT/.  [default: OUT/report]")
 @option("--seeds", callback=parse_sizes, help="Execute only these seeds of the corpus, as 1,2; the report has all.")
 @option("--workers", callback=parse_sizes, help="Execute only these numbers of workers, as 1,16; the report has all.")
+@option("--conditions", callback=lambda _, __, names: names and tuple(names.split(",")),
+        help="Execute only these conditions, as base,sgd; the report has all.")  # fmt: skip
 @option("--cores", type=IntRange(min=1), help="Cores that runs share, a worker on each.  [default: all]")
 @device_option
 @option("--dry-run", is_flag=True, help="Show what is missing and would be executed; write nothing.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -44,6 +44,7 @@ class Options:
     report: Path | None  # the report's files without their suffix; None is `out`/report
     seeds: tuple[int, ...] | None  # only these are executed; None: all. The report has all that exist
     workers: tuple[int, ...] | None
+    conditions: tuple[str, ...] | None
     device: str
     cores: int | None  # to share; None: all that this process may use
     dry_run: bool  # show what is missing, execute nothing, write nothing
@@ -95,7 +96,8 @@ class _Reproduction:
         self.report_path = report.with_suffix("") if report.suffix in (".md", ".html") else report
         self.cores = options.cores or usable_cores()
         self.runs = self.selected = plan_runs(config, self.folder, self.tables, self.out)
-        for name, chosen in (("seed", options.seeds), ("workers", options.workers)):
+        selections: dict[str, Sequence[Any] | None] = {"seed": options.seeds, "workers": options.workers}
+        for name, chosen in {**selections, "condition": options.conditions}.items():
             known = sorted({getattr(run, name) for run in self.runs})
             if chosen and (unknown := set(chosen) - set(known)):
                 message = f"{min(unknown)} found, the runs of these tables have {', '.join(map(str, known))}"

@@ -107,6 +107,10 @@ def test_what_was_trained_is_only_evaluated_but_all_is_reported(toy: Toy, tmp_pa
         (("table6", "--seeds", "x"), "--seeds"),
         (("table6", "--seeds", "9", "--corpus", "TOY"), "these tables have 1, 2"),
         (("table6", "--workers", "3", "--corpus", "TOY"), "these tables have 1, 2"),
+        (
+            ("table6", "--conditions", "base,sdg", "--corpus", "TOY"),
+            "sdg found, the runs of these tables have base, sgd",
+        ),
         (("table6", "--report", ".", "--dry-run", "--corpus", "TOY"), "expected DIR/NAME"),
         (("table6", "--report-only", "--records", "TOY/nowhere", "--corpus", "TOY"), "no such folder of records"),
         (("table6", "--report-only", "--records", "TOY/tables", "--corpus", "TOY"), "it has no record"),
@@ -148,6 +152,7 @@ def test_a_dry_run_lists_what_this_call_would_make(tmp_path: Path, run_cli: RunC
     assert re.findall("to execute: (.*-.*)", said)[1:] == ["sgd-1-2", "base-1-2"]
     assert "0 runs recorded, 8 missing" in said and "6 more missing and not selected" in said
     assert "no estimate of the time: no run is recorded yet" in said
+    assert "to execute: 4 runs and 2 DBNs" in run_cli(*arguments, "--conditions", "sgd").stdout
     runs = {run.name: run for run in runs_of(folder)}
     write_record(out / "records", record_of(runs["sgd-1-2"]))
     run_dir = runs["base-1-2"].run_dir
