@@ -445,8 +445,7 @@ class WorkersConfig(Section):
     averaging_frames: Count | Literal["epoch", "auto"] | None = None
     """Instead of `averaging_period`: frames of each worker between two averaging steps, rounded to whole minibatches. This
     suits utterances, whose lengths differ. `epoch`: parameters are averaged at the end of each epoch only. `auto`:
-    10,240, or fewer for ten averaging steps an epoch, or more where these would take over a tenth of the time, which is measured
-    at the start. The run dir's recipe.yaml records the number; another run with `auto` may have another."""
+    as few as let averaging steps take a tenth of the time, which is measured at the start, or those of a minibatch. The run dir's recipe.yaml records the number; another run with `auto` may have another."""
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"
     """Warm-up before the first epoch. `single-worker`: rank 0 alone trains on its shard, at the unscaled learning rate, and
     gives its model to all workers. `all-reduce`: parameters are averaged after every minibatch."""

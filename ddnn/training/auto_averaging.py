@@ -15,14 +15,9 @@ from ddnn.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-MAX_FRAMES = 10_240
-"""Frames of each worker between two averagings, unless that would be too often or too rare: ten minibatches of 1024, as in arXiv
-1507.01239. Twice as many raised its word error rates by 0.7 to 1.0 points with 16 GPUs (table 3)."""
-MIN_AVERAGINGS = 10
-"""Averagings of an epoch, for a corpus so small that it would have fewer. On AN4 (docs/results/an4.md) 11 an epoch lost 0.03 points
-of frame accuracy with 8 workers and 0.4 with 16; 5 an epoch lost 0.8, and one 1.8."""
 MAX_SHARE = 0.1
-"""Of the time that averagings may take; where they are slow, there are fewer, whatever the accuracy."""
+"""Of the time that averagings may take. Averaging as often as that allows costs the least accuracy: with 16 workers and 1, 5, 10, 20 and 50
+minibatches between two averagings, AN4 lost 0.0, 0.4, 0.8, 1.0 and 1.8 points of frame accuracy (docs/results/an4.md, table 3)."""
 TIMED = 4
 """Minibatches, and averagings, that are timed after one of each."""
 CHANGED = ("network", "optimizer", "workspace")
@@ -40,11 +35,8 @@ def with_averaging_frames(recipe: Recipe, trainer: Trainer) -> Recipe:
     world.barrier()
     own = [frame_seconds(trainer), averager.averaging_seconds(TIMED)]
     restore_state(parts, before, trainer.run.path)
-    frames = trainer.batches.sampler.num_frames()
-    compute, averaging, shards, longest = zip(
-        *world.all_gather_object([*own, frames, trainer.minibatch_sizes.end]), strict=True
-    )
-    chosen = choose_frames(min(shards), max(longest), max(compute), max(averaging))
+    compute, averaging, longest = zip(*world.all_gather_object([*own, trainer.minibatch_sizes.end]), strict=True)
+    chosen = choose_frames(max(longest), max(compute), max(averaging))
     share = max(averaging) / (max(averaging) + chosen * max(compute))
     log.info(
         "averaging_frames: auto chose %d: an averaging takes %.2g s, %d frames %.2g s, so that averagings take %.1f %% of "
@@ -58,11 +50,9 @@ def with_averaging_frames(recipe: Recipe, trainer: Trainer) -> Recipe:
     return recipe
 
 
-def choose_frames(shard: int, longest: int, frame_seconds: float, averaging_seconds: float) -> int:
-    """Frames of each worker between two averagings, for the worker with the fewest, `shard`, in an epoch, and the longest minibatch."""
-    wanted = min(MAX_FRAMES, shard // MIN_AVERAGINGS)
-    affordable = math.ceil(averaging_seconds / frame_seconds * (1 / MAX_SHARE - 1))
-    return max(wanted, affordable, longest)
+def choose_frames(longest: int, frame_seconds: float, averaging_seconds: float) -> int:
+    """Frames of each worker between two averagings: as few as `MAX_SHARE` allows, and no fewer than the longest minibatch has."""
+    return max(longest, math.ceil(averaging_seconds / frame_seconds * (1 / MAX_SHARE - 1)))
 
 
 def frame_seconds(trainer: Trainer) -> float:

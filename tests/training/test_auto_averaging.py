@@ -32,18 +32,17 @@ AUTO = "parallel.averaging_frames=auto"
 
 
 @pytest.mark.parametrize(
-    ("shard", "longest", "frame", "averaging", "expected"),
+    ("longest", "frame", "averaging", "expected"),
     [
-        (6_000_000, 1024, 1e-4, 1e-3, 10_240),  # the paper's
-        (14_336, 256, 1e-4, 1e-3, 1_433),  # 16 workers on AN4
-        (14_336, 2048, 1e-4, 1e-3, 2048),  # no shorter than a minibatch
-        (6_000_000, 1024, 1e-4, 0.2, 18_000),  # 0.2 s in 1.8 s of training are a tenth of the time
-        (14_336, 256, 1e-4, 0.2, 18_000),
+        (256, 1e-4, 1e-3, 256),  # no shorter than a minibatch
+        (2048, 1e-4, 1e-3, 2048),
+        (256, 1e-4, 0.1, 9_000),  # 0.1 s in 0.9 s of training are a tenth of the time
+        (256, 1e-4, 0.2, 18_000),
     ],
 )
-def test_what_is_chosen(shard: int, longest: int, frame: float, averaging: float, expected: int) -> None:
-    assert choose_frames(shard, longest, frame, averaging) == expected
-    more = choose_frames(shard, longest, frame, 2 * averaging + 1)
+def test_what_is_chosen(longest: int, frame: float, averaging: float, expected: int) -> None:
+    assert choose_frames(longest, frame, averaging) == expected
+    more = choose_frames(longest, frame, 2 * averaging + 1)
     assert (2 * averaging + 1) / (2 * averaging + 1 + more * frame) == pytest.approx(0.1, rel=1e-3)
 
 
@@ -117,7 +116,7 @@ def test_a_checkpoint_without_a_number_is_refused(tmp_path: Path) -> None:
         with_recorded_averaging(recipe_of(tmp_path, AUTO), loaded)
 
 
-def test_the_slowest_worker_and_the_smallest_shard_count(
+def test_the_slowest_worker_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All choose by the same figures, whatever they have timed themselves, and leave their state as it was."""
@@ -148,8 +147,8 @@ def test_the_slowest_worker_and_the_smallest_shard_count(
 
     assert run_workers(3, work) == [(True, 77, 77)] * 3
     assert len(set(asked)) == 1
-    ((shard, longest, frame, averaging),) = set(asked)
-    assert (shard, longest) == (2 * MINIBATCH, MINIBATCH)
+    ((longest, frame, averaging),) = set(asked)
+    assert longest == MINIBATCH
     assert 0.05 / MINIBATCH < frame < 1.0 and averaging > 1.0
     said = caplog.messages[-1]
     assert said.startswith("averaging_frames: auto chose 77: an averaging takes 1 s, 77 frames ")
