@@ -288,6 +288,16 @@ def test_times_are_medians_without_runs_on_overloaded_cores() -> None:
     assert "Without 1 run on overloaded cores" in text and "| 600.0 (overloaded) |" in text
 
 
+def test_the_hours_of_all_runs_are_summed_for_each_machine() -> None:
+    runs = []
+    for seed, machine, hours in ((1, "a CPU", 1.5), (2, "a CPU", 2.25), (3, "a GPU", 0.5)):
+        run = record("base", 1, seed, 0.6, machine=machine)
+        assert run.time is not None
+        runs.append(run.model_copy(update={"time": run.time.model_copy(update={"seconds": 3600 * hours})}))
+    text = build_report(plan(), [TABLES["table1"]], by_name(runs), "c", []).markdown("x")
+    assert "- training time, summed: 3.8 h on a CPU; 0.5 h on a GPU;" in text
+
+
 def test_the_aim_is_met_or_not() -> None:
     corpus = plan(workers=(1, 16))
     runs = [record("base", n, seed, 0.6 - 0.003 * (n > 1)) for n in (1, 16) for seed in (1, 2, 3)]
