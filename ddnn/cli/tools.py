@@ -74,7 +74,7 @@ def status(run_dirs: tuple[Path, ...], follow: bool, json_: bool) -> None:
 @option("--hours", type=float, default=0.3, help="Hours of speech to train on.")
 @option("--speakers", type=int, default=20, help="Speakers in the training data.")
 @option("--features", type=Choice(["gaussian", "fbank"]), default="gaussian",
-        help="What a frame is: a draw from Gaussians, or a log-mel spectrum whose formants each speaker shifts in "
+        help="How frames are generated: a draw from Gaussians, or a log-mel spectrum whose formants each speaker shifts in "
              "frequency.")  # fmt: skip
 @option("--dim", type=int, default=40, help="Feature dimension; with --features fbank, the number of bands.")
 @option("--pdfs", type=int, default=160, help="Senones.")
@@ -174,7 +174,7 @@ def bench(
 @json_option
 @slurm_options
 def reproduce(tables: tuple[str, ...], json_: bool, **options: Any) -> None:
-    """Train the tables of arXiv 1507.01239 on a corpus: table1 to table6, figure2, reduce, convnets, all.
+    """Reproduce the tables of arXiv 1507.01239 on a corpus: table1 to table6, figure2, reduce, schemes, convnets, all.
 
     Executes the runs that are missing, with --slurm as jobs. The same command resumes after an interruption, checks
     what became of the jobs, and executes nothing once all runs are recorded.

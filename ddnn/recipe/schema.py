@@ -445,7 +445,7 @@ class WorkersConfig(Section):
     averaging_frames: Count | Literal["epoch", "auto"] | None = None
     """Instead of `averaging_period`: frames of each worker between two averaging steps, rounded to whole minibatches. This
     suits utterances, whose lengths differ. `epoch`: parameters are averaged at the end of each epoch only. `auto`:
-    as often as a tenth of the time allows, which is measured at the start, and at most after every minibatch. The run dir's
+    as often as possible within a tenth of the training time, measured at the start, and at most after every minibatch. The run dir's
     recipe.yaml records the number; another run with `auto` may have another."""
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"
     """Warm-up before the first epoch. `single-worker`: rank 0 alone trains on its shard, at the unscaled learning rate, and

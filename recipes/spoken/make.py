@@ -30,21 +30,23 @@ from ddnn.util.errors import UserError, exit_code, user_message
     "--speakers",
     type=click.IntRange(2, 9999),
     default=None,
-    show_default="20 and 20 an hour, 300 at most",
+    show_default="20 plus 20 per hour, at most 300",
     help="Training speakers; a fifteenth are named in cv_speakers.txt.",
 )
 @click.option(
     "--test-hours", type=click.FloatRange(0.01, 20), default=1.0, help="Test speech, of other speakers and clauses."
 )
-@click.option("--test-speakers", type=click.IntRange(1, 9999), default=40)
-@click.option("--voices", type=click.IntRange(0), default=0, show_default="one a speaker", help="Different voices.")
+@click.option("--test-speakers", type=click.IntRange(1, 9999), default=40, help="Speakers of the test set.")
+@click.option(
+    "--voices", type=click.IntRange(0), default=0, show_default="one a speaker", help="Number of different voices."
+)
 @click.option("--pdfs", type=click.IntRange(200, 20000), default=2000, help="Senones, at most.")
 @click.option("--snr", type=float, default=24.0, help="Mean signal-to-noise ratio in dB.")
 @click.option(
     "--reverb",
     type=click.FloatRange(0, 10),
     default=0.3,
-    help="Upper end of the energy of the room's tail, relative to the direct sound.",
+    help="Maximum ratio of reverberant to direct energy, drawn per speaker.",
 )
 @click.option(
     "--tilt", type=click.FloatRange(0, 20), default=4.0, help="Standard deviation of a speaker's equalizer in dB."
@@ -60,10 +62,10 @@ from ddnn.util.errors import UserError, exit_code, user_message
     "--vocabulary",
     type=click.IntRange(100),
     default=3000,
-    help="Words: only clauses of the most frequent ones are read.",
+    help="Read only clauses of this many most frequent words.",
 )
-@click.option("--seed", type=click.IntRange(0), default=1)
-@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1)
+@click.option("--seed", type=click.IntRange(0), default=1, help="Random seed.")
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Parallel processes.")
 def main(out: Path, jobs: int, speakers: int | None, hours: float, **options: Any) -> None:
     """Make a corpus of read speech in Kaldi's formats with espeak-ng: features, alignments, final.mdl and a graph."""
     try:
