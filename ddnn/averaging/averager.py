@@ -319,19 +319,24 @@ class SeveralWorkersAverager(Averager):
         self.strategy.start(self._staging.copy_in(self.parameters))
 
     def state_dict(self) -> dict[str, Tensor]:
-        return super().state_dict() | self.strategy.worker_state_dict()
+        return super().state_dict() | self._whole(self.strategy.worker_state_dict())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
-        self.strategy.load_worker_state_dict(state)
+        names = self.strategy.worker_state_dict()
+        self.strategy.load_worker_state_dict(self._own({name: state[name] for name in names}))
 
     def shared_state_dict(self) -> dict[str, Tensor]:
-        whole = self.network.partition.whole
-        return {name: whole(vector) for name, vector in self.strategy.state_dict().items()}
+        return self._whole(self.strategy.state_dict())
 
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        own = self.network.partition.own
-        self.strategy.load_state_dict({name: own(vector) for name, vector in state.items()})
+        self.strategy.load_state_dict(self._own(state))
+
+    def _whole(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.network.partition.whole(vector) for name, vector in vectors.items()}
+
+    def _own(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.network.partition.own(vector) for name, vector in vectors.items()}
 
     @contextmanager
     def _staged_parameters(self) -> Iterator[Tensor]:

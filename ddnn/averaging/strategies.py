@@ -142,11 +142,18 @@ class OneBit(AveragingStrategy):
         self.reference.copy_(state["one_bit.reference"])
 
     def worker_state_dict(self) -> dict[str, Tensor]:
-        return {"one_bit.residual": self.residual, "one_bit.stripe_residual": self.stripe_residual}
+        stripe = torch.zeros_like(self.residual)
+        self._split(stripe)[self.comm.rank].copy_(self.stripe_residual)
+        return {"one_bit.residual": self.residual, "one_bit.stripe_residual": stripe}
 
     def load_worker_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.residual.copy_(state["one_bit.residual"])
-        self.stripe_residual.copy_(state["one_bit.stripe_residual"])
+        """Where a replica has another number of columns than the one that was saved, this worker's stripe is another one: what it
+        does not contain is sent with the residual."""
+        stripe = state["one_bit.stripe_residual"].clone()
+        own = self._split(stripe)[self.comm.rank]
+        self.stripe_residual.copy_(own)
+        own.zero_()
+        self.residual.copy_(state["one_bit.residual"]).add_(stripe)
 
 
 class GradientAllReduce(AveragingStrategy):

@@ -222,7 +222,7 @@ class AveragingStrategy:
         """Restores `state_dict`, after `start`."""
 
     def worker_state_dict(self) -> dict[str, Tensor]:
-        """What this worker alone remembers between averagings."""
+        """What this worker alone remembers between averagings; (num_parameters,) float32 each."""
         return {}
 
     def load_worker_state_dict(self, state: Mapping[str, Tensor]) -> None:

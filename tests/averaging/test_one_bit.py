@@ -102,6 +102,21 @@ def run(comm: Communicator, steps: int) -> tuple[OneBit, Tensor, Tensor]:
     return strategy, theta, exact
 
 
+def test_nothing_is_lost_where_a_resume_cuts_other_stripes() -> None:
+    """As with another number of columns."""
+
+    def work(comm: Communicator) -> None:
+        strategy, theta, _ = run(comm, 5)
+        other = OneBit(AveragingOptions(strategy="1-bit"), comm, [(2, 1), (len(theta) - 2,)])
+        other.start(theta)
+        other.load_worker_state_dict(strategy.worker_state_dict())
+        assert other.stripe_residual.numel() != strategy.stripe_residual.numel()
+        before, after = (sum(one.worker_state_dict().values()) for one in (strategy, other))
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-14)
+
+    run_workers(3, work)
+
+
 def test_nothing_is_lost_over_a_thousand_steps() -> None:
     """What was applied and what is left make up all changes, to the rounding of float64; and the end of an epoch applies the rest."""
 

@@ -102,7 +102,7 @@ def test_one_replica_trains_as_one_worker() -> None:
 
 
 class StopAfter(CheckpointPolicy):
-    """Worker 1 is asked to stop by a signal in the `minibatch`-th minibatch that it counts."""
+    """Worker 1 is asked to stop by a signal at its `minibatch`-th call, one after each averaging."""
 
     def __init__(self, directory: Path, groups: Groups, minibatch: int | None) -> None:
         store = CheckpointStore(directory, 2, groups.world, groups)
@@ -126,14 +126,15 @@ def resumed(groups: Groups, directory: Path, way: str) -> tuple[Tensor, list[lis
     return outcome(trainer)
 
 
-@pytest.mark.parametrize("way", ["average momentum", "bmuf", "gradient"])
+@pytest.mark.parametrize("way", ["average momentum", "bmuf", "elastic", "1-bit", "adam", "gradient"])
 def test_a_checkpoint_holds_whole_models(way: str, tmp_path: Path) -> None:
     """Amid an epoch: the same columns resume to the same bits, others to rounding; each writes the same files."""
 
     def interrupted(groups: Groups, directory: Path) -> None:
         with pytest.raises(TrainingInterrupted):
-            train_to_end(trainer_of(groups, way, checkpoints=StopAfter(directory, groups, 4)))
+            train_to_end(trainer_of(groups, way, checkpoints=StopAfter(directory, groups, 2)))
 
+    bound = 1e-3 if way == "1-bit" else 1e-5  # other columns have other stripes, so that other residuals are quantized
     undisturbed = on(2, 2, lambda groups: outcome(trainer_of(groups, way)))[0]
     for columns in (1, 2, 3):
         on(2, columns, lambda groups, c=columns: interrupted(groups, tmp_path / str(c)))  # type: ignore[misc]
@@ -149,7 +150,7 @@ def test_a_checkpoint_holds_whole_models(way: str, tmp_path: Path) -> None:
             if columns == 2:
                 assert torch.equal(parameters, undisturbed[0])
                 assert figures == undisturbed[1][-len(figures) :]
-            assert (parameters - undisturbed[0]).abs().max() <= 1e-5 * undisturbed[0].abs().max()
+            assert (parameters - undisturbed[0]).abs().max() <= bound * undisturbed[0].abs().max()
 
 
 def test_a_replica_resumes_what_two_have_trained(tmp_path: Path) -> None:
