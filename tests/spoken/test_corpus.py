@@ -24,6 +24,17 @@ needs_espeak = pytest.mark.skipif(
 )
 
 
+# A command that ends when all is written but what was made on the way not removed.
+STOPPED_LATE = """
+import os, runpy, sys
+from pathlib import Path
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+Path.rename = lambda *_: os._exit(9)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def command(out: Path, *more: str) -> list[str]:
     size = ["--hours", "0.03", "--speakers", "4", "--test-hours", "0.01", "--test-speakers", "2", "--pdfs", "200"]
     return [sys.executable, str(ROOT / "recipes/spoken/make.py"), str(out), *size, *more]
@@ -68,6 +79,8 @@ def test_killed_it_goes_on_to_the_same_bytes(corpus: Path, tmp_path: Path) -> No
     process.communicate()
     refused = subprocess.run(command(out, "--seed", "2"), capture_output=True, text=True)
     assert refused.returncode == 2 and "was begun with other options" in refused.stderr
+    late = [sys.executable, "-c", STOPPED_LATE, *command(out)[1:]]
+    assert subprocess.run(late, capture_output=True).returncode == 9
     assert subprocess.run(command(out), capture_output=True).returncode == 0
     assert files(out) == files(corpus)
     assert filecmp.cmpfiles(out, corpus, files(out), shallow=False)[1:] == ([], [])

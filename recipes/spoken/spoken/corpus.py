@@ -281,6 +281,8 @@ def _run(tasks: list[Task], jobs: int, progress: Callable[[], None]) -> None:
                 if process.exitcode == -signal.SIGSEGV and attempt < _ATTEMPTS:
                     waiting.append((task, attempt + 1))
                 elif process.exitcode:
+                    if process.exitcode < 0:
+                        click.echo(f"a process was killed by {signal.Signals(-process.exitcode).name}", err=True)
                     sys.exit(max(1, process.exitcode))
                 else:
                     progress()
@@ -328,17 +330,15 @@ def _write_symbols(path: Path, symbols: list[str]) -> None:
 
 def _write_tables(out: Path, split: str, names: list[str]) -> None:
     scps = [(out / split / f"feats.{number + 1}.scp").read_text() for number in range(len(names))]
-    spoken = {name: _read(out / "work", name) for name in names}
-    tables = {
-        "text": (f"{said.name} {' '.join(said.words)}" for utterances in spoken.values() for said in utterances),
-        "utt2spk": (f"{said.name} {name}" for name, utterances in spoken.items() for said in utterances),
-        "spk2utt": (" ".join([name, *(said.name for said in utterances)]) for name, utterances in spoken.items()),
-    }
+    tables: dict[str, list[str]] = {"text": [], "utt2spk": [], "spk2utt": []}
+    for name in names:
+        utterances = _read(out / "work", name)
+        tables["text"] += [f"{said.name} {' '.join(said.words)}" for said in utterances]
+        tables["utt2spk"] += [f"{said.name} {name}" for said in utterances]
+        tables["spk2utt"].append(" ".join([name, *(said.name for said in utterances)]))
     for table, lines in tables.items():
         write_text(out / split / table, "".join(f"{line}\n" for line in lines))
     write_text(out / split / "feats.scp", "".join(scps))
-    for number in range(len(names)):
-        (out / split / f"feats.{number + 1}.scp").unlink()
 
 
 def _finish(out: Path, options: Options, train: list[str], test: list[str]) -> str:
@@ -361,7 +361,7 @@ def _finish(out: Path, options: Options, train: list[str], test: list[str]) -> s
         for utterance in utterances(train)
         for word, phones in zip(utterance.words, utterance.pronunciations, strict=True)
     )
-    graph, words = make_graph([utterance.words for utterance in utterances(train)], lexicon, tree, self_loop)
+    graph, words = make_graph((utterance.words for utterance in utterances(train)), lexicon, tree, self_loop)
     ensure_directory(out / "graph")
     write_fst(out / "graph" / "HCLG.fst", graph)
     unknown = {word for utterance in utterances(test) for word in utterance.words} - set(words)
@@ -426,5 +426,9 @@ def synthesize(out: Path, options: Options, jobs: int) -> str:
         ]
         _run(counting, jobs, lambda: advance(1))
     summary = _finish(out, options, names["train"], names["test"])
-    rmtree(work)
+    finished = work.rename(out / "work.finished")  # from here on nothing is to be made, however long it takes to remove
+    for split, speakers in names.items():
+        for number in range(len(speakers)):
+            (out / split / f"feats.{number + 1}.scp").unlink()
+    rmtree(finished)
     return summary

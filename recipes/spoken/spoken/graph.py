@@ -73,7 +73,7 @@ class _Builder:
 
 
 def make_graph(
-    utterances: Sequence[Sequence[str]],
+    utterances: Iterable[Sequence[str]],
     lexicon: dict[str, dict[Pronunciation, float]],
     tree: Tree,
     self_loop: NDArray[np.float64],
