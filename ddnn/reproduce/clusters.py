@@ -3,13 +3,16 @@ worker waits for a slower one, and the RBMs are not counted."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from ddnn.distributed.cost import Layout, Machine, minibatch_seconds
+from ddnn.averaging.strategies import STRATEGIES, AllReduce
+from ddnn.distributed.cost import Layout, Machine, Size, minibatch_seconds
 from ddnn.report.measured import with_network
-from ddnn.report.scaling import Constants, epoch_seconds
+from ddnn.report.scaling import Constants, averages_parameters, epoch_seconds
 from ddnn.reproduce.entries import TableEntry
 from ddnn.reproduce.runs import RunRecord
 
@@ -30,15 +33,18 @@ class Cost:
     accuracy: float  # in percent
     averagings: float
     gigabytes: float  # 10^9 bytes that a worker sends
-    seconds: dict[str, float]  # by the names of `CLUSTERS`
+    seconds: dict[str, float]  # by the names of `CLUSTERS`; NaN where the optimizer's own work has no formula
 
 
 def simulated_seconds(run: RunRecord, cluster: str, network: str) -> float:
     """Of all epochs. `network`: dims, as 440-6x2048-8806. The run has `measured` and `time`."""
     assert run.measured is not None and run.time is not None
+    ranks = _fisher_ranks(run.optimizer)
+    if ranks is None:
+        return math.nan
     machine, bandwidth = CLUSTERS[cluster]
     epoch = run.measured.to_measurement(run.workers)
-    job = with_network(epoch.job, network)
+    job = with_network(replace(epoch.job, layers=(Size(0, 0, *ranks),)), network)
     # As often as the run averaged, whatever its period counts; hardly ever where only the mean that ends an epoch did.
     minibatches = run.epochs * job.frames / (run.workers * job.minibatch)
     job = replace(job, averaging_period=max(1, round(minibatches / max(run.time.averagings, 1e-3))))
@@ -57,6 +63,14 @@ def simulated_seconds(run: RunRecord, cluster: str, network: str) -> float:
     return run.epochs * epoch_seconds(constants, epoch.scheme, run.workers)
 
 
+def _fisher_ranks(optimizer: str) -> tuple[int, int] | None:
+    """Of NG-SGD, from `RunRecord.optimizer`; of SGD and Adam 0. None where a step takes more than these model: Muon, Shampoo."""
+    ng_sgd = re.search(r"name ng-sgd, rank_in (\d+), rank_out (\d+)", optimizer)
+    if ng_sgd:
+        return int(ng_sgd[1]), int(ng_sgd[2])
+    return None if re.search("name (muon|shampoo)", optimizer) else (0, 0)
+
+
 def costs(entries: Iterable[TableEntry], metric: str | None, network: str) -> list[Cost]:
     """Of the entries with a figure of `metric` and times; none without a network."""
     result = []
@@ -71,7 +85,11 @@ def costs(entries: Iterable[TableEntry], metric: str | None, network: str) -> li
 
 
 def _gigabytes(run: RunRecord, network: str) -> float:
-    """What was measured, in proportion to the parameters."""
+    """By the formulas of the strategies, for as many averagings as there were, and the means that end the epochs."""
     assert run.measured is not None and run.time is not None
-    job = run.measured.to_measurement(run.workers).job
-    return 1e-9 * (run.time.bytes_sent or 0.0) * with_network(job, network).parameters / job.parameters
+    epoch = run.measured.to_measurement(run.workers)
+    parameters = with_network(epoch.job, network).parameters
+    averaging = STRATEGIES[epoch.scheme.strategy].traffic(run.workers).num_bytes(parameters, epoch.scheme.comm_dtype)
+    mean = AllReduce.traffic(run.workers).num_bytes(parameters, "float32")
+    means = run.epochs if epoch.final_mean and averages_parameters(epoch.scheme.strategy) else 0
+    return 1e-9 * (run.time.averagings * averaging + means * mean)

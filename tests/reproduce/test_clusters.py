@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from reproduce.synthetic import epoch, record
 
@@ -57,11 +59,22 @@ def test_averaging_once_an_epoch_sends_the_mean_that_ends_it_alone() -> None:
     assert simulated_seconds(once, "K20, FDR InfiniBand", NETWORK) == pytest.approx(expected, rel=2e-3)
 
 
+def test_ng_sgd_costs_its_fisher_matrices_and_muon_has_no_formula() -> None:
+    sgd, ng_sgd, muon = (
+        run(1).model_copy(update={"optimizer": f"momentum 0.0, l2 0.0, name {name}"})
+        for name in ("sgd", "ng-sgd, rank_in 20, rank_out 80, alpha 4.0", "muon")
+    )
+    plain, natural, unknown = (simulated_seconds(one, "H200, NVLink", NETWORK) for one in (sgd, ng_sgd, muon))
+    assert plain == pytest.approx(simulated_seconds(run(1), "H200, NVLink", NETWORK))
+    assert natural / plain == pytest.approx(1.26, abs=0.01)
+    assert math.isnan(unknown)
+
+
 def test_the_costs_of_an_entry_are_means_over_its_runs() -> None:
     second = record("base", 2, 2, 0.5, measured=epoch(2, 10.0))
     entry = TableEntry(Condition(name="base", label="all-reduce"), 2, (run(2), second))
     without = TableEntry(Condition(name="other", label="other"), 2, (record("other", 2, 1, 0.5),))
     (cost,) = costs([entry, without], "test frame accuracy", NETWORK)
     assert cost.entry is entry and cost.accuracy == pytest.approx(55.0) and cost.averagings == 450
-    assert cost.gigabytes == pytest.approx(PARAMETERS / 468_584)
+    assert cost.gigabytes == pytest.approx(1e-9 * (450 + 10) * 4 * PARAMETERS), "an all-reduce of two sends one model"
     assert list(cost.seconds) == list(CLUSTERS)
