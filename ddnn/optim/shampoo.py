@@ -27,7 +27,7 @@ class ShampooOptions(AdamOptions):
     """Options of Shampoo."""
 
     update_period: int = 20  # minibatches between two computations of the roots
-    max_dimension: int = 1024  # a longer side has no root, and the exponent of the other is -1/2
+    max_dimension: int = 1024  # a longer side has no root, and the exponent of the other is -1/2; of two, the step is Adam's
 
     def num_bytes(self, layers: Sequence[Layer], minibatch: int) -> int:
         """As Adam's, and L, R, their roots, and the largest eigendecomposition in float64."""
@@ -42,7 +42,10 @@ class Shampoo(Adam):
     def __init__(self, network: Network, options: ShampooOptions | None = None) -> None:
         options = options or ShampooOptions()
         super().__init__(network, options)
-        self.update_period, self.matrices = options.update_period, self.weights()
+        self.update_period = options.update_period
+        self.matrices = [
+            (i, name) for i, name in self.weights() if min(network.views[i][name].shape) <= options.max_dimension
+        ]
         # By layer and name: side (0 or 1) -> L or R, and its root.
         self._sides = dict[tuple[int, str], dict[int, tuple[Tensor, Tensor]]]()
         for k, (i, name) in enumerate(self.matrices):

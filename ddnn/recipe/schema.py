@@ -289,7 +289,7 @@ class ShampooConfig(MeansConfig):
     update_period: Count = 20
     """Minibatches between two computations of the roots of the matrices, by eigendecompositions."""
     max_dimension: Count = 1024
-    """A longer side of a weight matrix is not preconditioned."""
+    """A longer side of a weight matrix is not preconditioned; if both are longer, the step is Adam's."""
 
 
 class CombinationConfig(Section):

@@ -56,17 +56,12 @@ def test_steps_of_weights_are_those_of_the_formulas(
             assert torch.equal(shampoo.network.views[i]["bias"], adam.network.views[i]["bias"])
 
 
-def test_without_sides_it_is_adam() -> None:
-    """But for the direction, which is that of the momentum: as long as the step of Adam."""
-    shampoo, adam = Training(ShampooOptions(max_dimension=1)), Training(AdamOptions())
-    before = weights(shampoo)
+def test_a_matrix_of_two_long_sides_has_the_step_of_adam() -> None:
+    shampoo, adam = Training(ShampooOptions(max_dimension=4)), Training(AdamOptions())  # the layers are 7-5-6-4
     for made in (shampoo, adam):
         made.step(made.minibatch())
-    for i, (now, by_adam) in enumerate(zip(weights(shampoo), weights(adam), strict=True)):
-        mean = shampoo.network.split(shampoo.optimizer.momentum_buffer)[i]["weight"].double()
-        step, other = before[i] - now, before[i] - by_adam
-        torch.testing.assert_close(torch.linalg.matrix_norm(step), torch.linalg.matrix_norm(other), rtol=1e-4, atol=0.0)
-        torch.testing.assert_close(step / step.norm(), mean / mean.norm(), rtol=1e-3, atol=1e-4)
+    same = [torch.equal(now, by_adam) for now, by_adam in zip(weights(shampoo), weights(adam), strict=True)]
+    assert same == [True, True, False]
 
 
 @pytest.mark.parametrize("p", [2, 4])
