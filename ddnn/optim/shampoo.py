@@ -27,7 +27,7 @@ class ShampooOptions(AdamOptions):
     """Options of Shampoo."""
 
     update_period: int = 20  # minibatches between two computations of the roots
-    max_dimension: int = 1024  # a longer side has no root, and the exponent of the other is -1/2; of two, the step is Adam's
+    max_dimension: int = 1024  # a longer side has no root, the other one's exponent is -1/2; two: Adam
 
     def num_bytes(self, layers: Sequence[Layer], minibatch: int) -> int:
         """As Adam's, and L, R, their roots, and the largest eigendecomposition in float64."""

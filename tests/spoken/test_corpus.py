@@ -70,6 +70,15 @@ def test_a_network_trains_on_it(corpus: Path, tmp_path: Path) -> None:
 
 
 @needs_espeak
+def test_more_speech_than_there_is_text_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path / "x", "--vocabulary", "100", "--test-hours", "1"), capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "hours found in all its clauses, expected 0.50" in done.stderr
+
+
+@needs_espeak
 def test_killed_it_goes_on_to_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
     process = subprocess.Popen(command(out, "--jobs", "1"), stderr=subprocess.PIPE)

@@ -215,6 +215,12 @@ def _speak(
                 spoken += utterance.frames
                 if spoken >= frames:
                     return
+        hours, expected = spoken / FRAMES_PER_HOUR, frames / FRAMES_PER_HOUR
+        raise UserError(
+            f"{hours:.2f} hours found in all its clauses, expected {expected:.2f}",
+            location=name,
+            hint="take more speakers, fewer hours, or a larger --vocabulary",
+        )
 
     with TemporaryDirectory() as folder:
         voice = _voice(options, kind, number, attempt, Path(folder))
