@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOKENS = {
     "top": 3_350,
-    "averaging": 10_300,
+    "averaging": 10_450,
     "bench": 4_970,
     "cli": 6_650,
     "data": 16_150,
@@ -33,7 +33,7 @@ TOKENS = {
     "optim": 12_800,
     "recipe": 13_450,
     "report": 17_800,
-    "reproduce": 18_550,
+    "reproduce": 18_750,
     "runs": 13_050,
     "slurm": 6_640,
     "synth": 5_250,
