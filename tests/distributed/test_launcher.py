@@ -23,9 +23,12 @@ MPIRUN = f"""#!{sys.executable}
 import json, os, signal, sys, time
 attempts = sorted(os.listdir("attempts"))
 kept = {{name: value for name, value in os.environ.items() if name in ("DDNN_RESTART", "SLURM_OVERLAP")}}
-with open(f"attempts/{{len(attempts):02}}", "w") as file:
-    json.dump([sys.argv[1:], kept], file)
 end = json.load(open("ends.json"))[len(attempts)]
+if "sleep" in end:
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(end["code"]))
+with open("attempt", "w") as file:
+    json.dump([sys.argv[1:], kept], file)
+os.rename("attempt", f"attempts/{{len(attempts):02}}")  # whole: a test reads it meanwhile
 if "error" in end:
     path = os.environ["DDNN_LAUNCHER_FILE"].rpartition(":")[0]
     with open(path, "a") as file:
@@ -33,7 +36,6 @@ if "error" in end:
 if "checkpoint" in end:
     open(f"checkpoints/{{end['checkpoint']}}", "w").close()
 if "sleep" in end:
-    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(end["code"]))
     time.sleep(end["sleep"])
 print(end.get("stderr", ""), end="", file=sys.stderr)
 sys.exit(end["code"])
