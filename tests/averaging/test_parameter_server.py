@@ -295,9 +295,10 @@ def test_a_stop_loses_nothing_and_trains_nothing_twice(minibatch: int, tmp_path:
     stopped = run_workers(3, stop)
     assert all(torch.equal(parameters, stopped[0][0]) for parameters, _, _ in stopped)
     places = [(epoch, done) for _, epoch, done in stopped]
-    if minibatch == 23:
-        assert places == [(2, 0)] * 3
-    else:
+    ended = places == [(2, 0)] * 3  # as where, on a busy machine, another worker is done before worker 1 has asked
+    assert ended or minibatch != 23
+    assert not ended or minibatch != 3
+    if not ended:
         assert all(epoch == 1 and done % 3 == 0 and done > 0 for epoch, done in places) and places[1][1] >= minibatch
     merged = async_trainer(SingleProcess())
     merged.restore(latest(SingleProcess(), alike=False))
@@ -307,7 +308,7 @@ def test_a_stop_loses_nothing_and_trains_nothing_twice(minibatch: int, tmp_path:
         train, workers = (
             [row for row in rows if name in (row["type"], row.get("split"))] for name in ("train", "worker")
         )
-        epochs = 1 if minibatch == 23 else 2
+        epochs = 1 if ended else 2
         assert [row["frames"] for row in train] == [69 * MINIBATCH] * epochs
         assert [row["minibatches"] for row in workers] == [20, 23, 26] * epochs
         assert [row["averagings"] for row in workers] == [6, 7, 8] * epochs
