@@ -13,7 +13,7 @@ from spoken.corpus import _frames, _label
 from spoken.graph import make_graph, pronunciations_of, states_of
 from spoken.phones import PHONES, phone_of
 from spoken.text import choose_clauses, clauses_of
-from spoken.tree import EDGE, SILENCE, STATES, Statistics, accumulate, grow
+from spoken.tree import EDGE, SILENCE, STATES, Statistics, accumulate, grow, merge
 from spoken.voices import Speech
 
 from ddnn.kaldi.fst import Fst, check_fst
@@ -103,6 +103,15 @@ def _statistics(rng: np.random.Generator) -> Statistics:
     accumulate(statistics, contexts[1000:], features[1000:])
     assert sum(value[0] for value in statistics.values()) == len(rows)
     return statistics
+
+
+def test_merged_statistics_keep_no_part_in_memory() -> None:
+    """Rows of a part are views of one array: a speaker with one new context must not keep all of it."""
+    parts = [_statistics(np.random.default_rng(seed)) for seed in (1, 2)]
+    merged = merge(iter(parts))
+    assert all(np.allclose(merged[key], parts[0][key] + parts[1][key]) for key in merged)
+    alone = merge(iter(parts[:1]))
+    assert all(value.base is None and not np.shares_memory(value, parts[0][key]) for key, value in alone.items())
 
 
 def test_tree_splits_where_the_likelihood_gains_most() -> None:

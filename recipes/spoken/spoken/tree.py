@@ -6,7 +6,7 @@ joins, and the edge of the word. Splits are greedy by the likelihood of one diag
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,17 +29,20 @@ def accumulate(statistics: Statistics, contexts: NDArray[np.int64], features: ND
     order = np.argsort(inverse, kind="stable")
     values = np.concatenate([np.ones((len(features), 1)), features, features**2], axis=1)[order]
     sums = np.add.reduceat(values, np.searchsorted(inverse[order], np.arange(len(keys))), axis=0)
-    for key, value in zip(map(tuple, keys.tolist()), sums, strict=True):
-        statistics[key] = statistics[key] + value if key in statistics else value
+    _add(statistics, zip(map(tuple, keys.tolist()), sums, strict=True))
 
 
 def merge(parts: Iterator[Statistics]) -> Statistics:
     """The sum of parts, in their order."""
     total: Statistics = {}
     for part in parts:
-        for key, value in part.items():
-            total[key] = total[key] + value if key in total else value
+        _add(total, part.items())
     return total
+
+
+def _add(total: Statistics, items: Iterable[tuple[Context, NDArray[np.float64]]]) -> None:
+    for key, value in items:
+        total[key] = total[key] + value if key in total else value.copy()  # a view would keep its whole array
 
 
 @dataclass(frozen=True)
