@@ -42,7 +42,7 @@ class Stripe:
             count = positive.sum(1)
             mean[:, 0] = values.clamp(max=0).sum(1) / (values.shape[1] - count).clamp(min=1)
             mean[:, 1] = values.clamp(min=0).sum(1) / count.clamp(min=1)
-        packed[:] = (bits.view(torch.uint8) << _shifts(packed)).sum(0)
+        torch.sum(bits.view(torch.uint8) << _shifts(packed), 0, dtype=torch.uint8, out=packed)
         self.add(message, vector, -1)
 
     def add(self, message: Tensor, vector: Tensor, factor: int = 1) -> None:
@@ -50,7 +50,8 @@ class Stripe:
         means, packed = self._fields(message)
         bits = (packed >> _shifts(packed)) & 1
         for values, positive, mean in self._by_block(vector, bits.view(torch.bool), means):
-            values.add_(torch.where(positive, mean[:, 1:], mean[:, :1]), alpha=factor)
+            bit = positive.to(values.dtype)  # torch.where, for means of one column, is 10 times as slow on CPUs
+            values.addcmul_(bit, mean[:, 1:], value=factor).addcmul_(1 - bit, mean[:, :1], value=factor)
 
     def _fields(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Views: the means, (units, 2), and the packed bits."""
