@@ -56,7 +56,7 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 def test_whoever_dies_wherever_the_bits_are_the_same(recipe: Path) -> None:
     undisturbed, run = recipe.parent / "undisturbed", recipe.parent / "run"
-    more = ("schedule.epochs=4",)  # a stopped worker trains on while its stacks are read, on a fast machine for an epoch
+    more = ("schedule.epochs=4",)  # a stopped worker trains on while its stacks are read, maybe an epoch
     done = train(recipe, undisturbed, settings=more)
     assert done.returncode == 0, done.stderr
     deaths = [
