@@ -142,10 +142,13 @@ def is_stopped(pid: int) -> bool:
 def read_stacks(pid: int, descriptor: int) -> str:
     """The stacks of all threads of a worker, which writes them into the shared file when it is asked; empty where it
     does not in time."""
-    stacks = b""
+    stacks, tgkill = b"", getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
     with suppress(ProcessLookupError):
-        for number in (STACKS_SIGNAL, signal.SIGCONT):  # one that is stopped gets the first with the second
-            os.kill(pid, number)
+        if tgkill is None:
+            os.kill(pid, STACKS_SIGNAL)
+        else:  # to the main thread: if another one wrote the stacks, a stopped main thread would run on meanwhile
+            tgkill(pid, pid, STACKS_SIGNAL)
+        os.kill(pid, signal.SIGCONT)  # a worker that is stopped gets the first signal with this one
         until, complete = time.monotonic() + STACKS_SECONDS, False
         while time.monotonic() < until and not complete:
             time.sleep(0.1)

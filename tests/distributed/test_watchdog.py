@@ -30,7 +30,9 @@ KILLED = {
     "holds the interpreter": f"made no progress for {TIMEOUT:g} s (parallel.hang_timeout)",
     "disabled stopped": f"was stopped (SIGSTOP) for {TIMEOUT:g} s (parallel.hang_timeout)",
 }
-WAYS = [*ENDS_WELL, *KILLED, "killed", "hangs, launched"]
+STOPPED = [f"disabled stopped, {number}" for number in range(8)]
+"""Several, since it is by chance which thread a signal to the whole process goes to."""
+WAYS = [*ENDS_WELL, *KILLED, *STOPPED, "killed", "hangs, launched"]
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -90,10 +92,19 @@ def test_a_worker_that_hangs_is_killed(workers: Started, way: str) -> None:
 
 
 def check_stacks(stacks: list[str], way: str) -> None:
-    """Of both threads of a worker that hangs in this way."""
+    """Of all threads of a worker that hangs in this way; of one that was stopped, where it was."""
     functions = [line.rpartition(" in ")[2] for line in stacks if line.startswith("  File ")]
     assert "another_thread" in functions and "main" in functions, stacks
     assert ("hold_the_interpreter" in functions) == (way == "holds the interpreter"), stacks
+    assert ("stop" in functions) == (way == "disabled stopped"), stacks
+
+
+def test_a_stopped_worker_does_not_run_on_before_its_stacks_are_read(workers: Started) -> None:
+    """Its main thread writes them."""
+    for way in STOPPED:
+        stacks = ended(workers.processes[way])[1]
+        check_stacks(stacks.splitlines(), "disabled stopped")
+        assert "in stop\n" in stacks.partition("Current thread ")[2].partition("\n\n")[0], stacks
 
 
 def test_the_launcher_gets_the_report(workers: Started) -> None:

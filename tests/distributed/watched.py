@@ -20,6 +20,10 @@ def another_thread() -> None:
     time.sleep(900)
 
 
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def hold_the_interpreter() -> None:
     """No other thread runs, and no handler of a signal that is written in Python."""
     while True:
@@ -27,12 +31,13 @@ def hold_the_interpreter() -> None:
 
 
 def main(way: str, out: Path) -> None:
-    threading.Thread(target=another_thread, daemon=True).start()
+    for _ in range(4):
+        threading.Thread(target=another_thread, daemon=True).start()
     watchdog = Watchdog(2, "n1", TIMEOUT)
     (out / "watchdog.tmp").write_text(str(watchdog.process.pid))
     (out / "watchdog.tmp").rename(out / "watchdog.pid")
     if way == "disabled stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop()
         time.sleep(900)  # it is continued for its stacks
     if way == "disabled":
         time.sleep(4 * TIMEOUT)
