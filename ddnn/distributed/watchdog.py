@@ -142,12 +142,10 @@ def is_stopped(pid: int) -> bool:
 def read_stacks(pid: int, descriptor: int) -> str:
     """The stacks of all threads of a worker, which writes them into the shared file when it is asked; empty where it
     does not in time."""
-    stacks, tgkill = b"", getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
+    stacks = b""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", lambda _, pid, number: os.kill(pid, number))  # in glibc since 2.30
     with suppress(ProcessLookupError):
-        if tgkill is None:
-            os.kill(pid, STACKS_SIGNAL)
-        else:  # to the main thread: if another one wrote the stacks, a stopped main thread would run on meanwhile
-            tgkill(pid, pid, STACKS_SIGNAL)
+        tgkill(pid, pid, STACKS_SIGNAL)  # to the main thread, which, if stopped, would run on while another answers
         os.kill(pid, signal.SIGCONT)  # a worker that is stopped gets the first signal with this one
         until, complete = time.monotonic() + STACKS_SECONDS, False
         while time.monotonic() < until and not complete:
