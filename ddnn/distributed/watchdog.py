@@ -143,21 +143,21 @@ def read_stacks(pid: int, descriptor: int) -> str:
     """The stacks of all threads of a worker, which writes them into the shared file when it is asked; empty where it
     does not in time."""
     stacks = b""
-    tgkill = getattr(ctypes.CDLL(None), "tgkill", lambda _, pid, number: os.kill(pid, number))  # in glibc since 2.30
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", lambda _, *to: os.kill(*to))  # in glibc since 2.30
     with suppress(ProcessLookupError):
         tgkill(pid, pid, STACKS_SIGNAL)  # to the main thread, which, if stopped, would run on while another answers
         os.kill(pid, signal.SIGCONT)  # a worker that is stopped gets the first signal with this one
-        until, complete = time.monotonic() + STACKS_SECONDS, False
-        while time.monotonic() < until and not complete:
+        for _ in range(int(10 * STACKS_SECONDS)):
             time.sleep(0.1)
             before, stacks = stacks, os.pread(descriptor, 1 << 16, 16)
-            complete = stacks == before != b""
+            if stacks == before != b"":
+                break
     return stacks.decode(errors="replace")
 
 
 def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str) -> None:
     """The process: returns when the worker is gone; where it hangs, reports why and kills it."""
-    if sys.platform.startswith("linux"):
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: dies with the worker, stopped or not
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)  # Slurm sends them to every process of a job
