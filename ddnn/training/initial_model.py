@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ddnn.averaging.strategies import STRATEGIES
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import MAX_LIST_BYTES
 from ddnn.data.pipeline import TrainingData
@@ -155,6 +156,7 @@ def check_initial_model(recipe: Recipe, trained: AcousticModel | None, source: D
     """DataError where `trained`, the network of `init.model`, or the DBN that the recipe names does not fit its shape or
     the data, which is known from headers."""
     warn_of_random_frozen_layers(recipe)
+    warn_of_random_parameters(recipe)
     if trained is not None and isinstance(recipe.init, TrainedModelConfig):
         _check_trained(recipe.init, trained, source)
     elif recipe.init == "rbm" and recipe.pretrain.dbn is not None:
@@ -194,6 +196,21 @@ def warn_of_random_frozen_layers(recipe: Recipe) -> None:
         log.warning(f"{message}trained network (init.model)", ", ".join(map(str, sorted(random))), recipe.init)
 
 
+def warn_of_random_parameters(recipe: Recipe) -> None:
+    """A warning where many workers start from random parameters and do not average after every minibatch. What it costs was
+    measured on AN4 and on ten hours of the spoken corpus: docs/how-to/parallel.md."""
+    parallel, size = recipe.parallel, options.minibatch_sizes(recipe).start
+    often = parallel.averaging_frames == "auto" or parallel.averaging_minibatches(size) <= 1
+    often |= STRATEGIES[parallel.strategy].unit == "gradients"
+    if recipe.init == "random" and recipe.minibatch_workers == 1 and parallel.replicas >= 16 and not often:
+        message = (
+            "%d workers start from random parameters (init: random), with an averaging period of %s: 16 workers lost 13 to "
+            "14 points of frame accuracy with 10 minibatches, and 0.2 by averaging after every minibatch; "
+            "set parallel.averaging_period: 1 or, where the network is too slow for that, init: rbm"
+        )
+        log.warning(message, parallel.replicas, parallel.period)
+
+
 def warn_of_known_utterances(
     recipe: Recipe, source: DataSource, cv_source: DataSource | None, cv: Sequence[str]
 ) -> None:
@@ -227,6 +244,7 @@ def initial_model(
     or `trained`, that of `init.model`. Collective."""
     if groups.world.rank == 0:
         warn_of_random_frozen_layers(recipe)
+        warn_of_random_parameters(recipe)
     if trained is not None and isinstance(recipe.init, TrainedModelConfig):
         if groups.world.rank == 0:
             warn_of_known_utterances(recipe, data.source, data.cv_source, data.cv_index().utterances)

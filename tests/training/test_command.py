@@ -506,6 +506,36 @@ def test_frozen_layers_are_named(run_cli: RunCli, tmp_path: Path, caplog: pytest
         assert ("random initial parameters" in caplog.text) == random
 
 
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ("parallel.workers=16", "averaging period of 10 minibatches"),
+        ("parallel.workers=15", ""),
+        ("parallel.workers=16 parallel.averaging_period=1", ""),
+        ("parallel.workers=16 parallel.averaging_frames=16", ""),
+        ("parallel.workers=16 parallel.averaging_frames=32", "averaging period of 32 frames"),
+        ("parallel.workers=16 parallel.averaging_frames=auto", ""),
+        ("parallel.workers=16 parallel.averaging_frames=epoch", "averaging period of one epoch"),
+        ("parallel.workers=16 parallel.strategy=1-bit", "averaging period of 10 minibatches"),
+        ("parallel.workers=16 parallel.strategy=gradient-all-reduce", ""),
+        ("parallel.workers=16 minibatch_scope=total", ""),
+        ("parallel.workers=16 init=rbm", ""),
+    ],
+)
+def test_a_warning_where_many_workers_start_from_random_parameters(
+    run_cli: RunCli, tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: str, warned: str
+) -> None:
+    job = make_job(tmp_path / "job")
+    options = [word for setting in ("minibatch_size=16", *settings.split()) for word in ("--set", setting)]
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--dry-run", *options)
+    assert result.exit_code == 0, result.stderr
+    assert ("start from random parameters" in caplog.text) == bool(warned) and warned in caplog.text
+    recipe, groups = load_recipe(job.recipe, options[1::2]), Groups.data_parallel(SingleProcess())
+    caplog.clear()
+    initial_model(recipe, load_data(recipe, torch.device("cpu"), groups), None, None, groups)
+    assert ("start from random parameters" in caplog.text) == bool(warned)
+
+
 def test_dry_run_refuses_what_does_not_fit_into_memory(
     run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
