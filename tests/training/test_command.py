@@ -512,6 +512,7 @@ def test_frozen_layers_are_named(run_cli: RunCli, tmp_path: Path, caplog: pytest
         ("parallel.workers=16", "averaging period of 10 minibatches"),
         ("parallel.workers=15", ""),
         ("parallel.workers=16 parallel.averaging_period=1", ""),
+        ("parallel.workers=17 parallel.averaging_period=1", "averaging period of 1 minibatches"),
         ("parallel.workers=16 parallel.averaging_frames=16", ""),
         ("parallel.workers=16 parallel.averaging_frames=32", "averaging period of 32 frames"),
         ("parallel.workers=16 parallel.averaging_frames=auto", ""),
