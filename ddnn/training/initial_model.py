@@ -197,12 +197,14 @@ def warn_of_random_frozen_layers(recipe: Recipe) -> None:
 
 
 def warn_of_random_parameters(recipe: Recipe) -> None:
-    """A warning where many workers start from random parameters: 16 that do not average after every minibatch, or over 16. What
-    it costs was measured on AN4 and on ten hours of the spoken corpus: docs/how-to/parallel.md."""
+    """A warning where many workers start from random parameters at learning rates multiplied by their number: 16 that do not
+    average after every minibatch, or over 16. What it costs was measured on AN4 and on ten hours of the spoken corpus:
+    docs/how-to/parallel.md."""
     parallel, size = recipe.parallel, options.minibatch_sizes(recipe).start
     often = parallel.averaging_frames == "auto" or parallel.averaging_minibatches(size) <= 1
     often |= STRATEGIES[parallel.strategy].unit == "gradients"
-    if recipe.init == "random" and recipe.minibatch_workers == 1 and parallel.replicas >= 16 + often:
+    multiplied = parallel.scale_learning_rate and recipe.minibatch_workers == 1
+    if recipe.init == "random" and multiplied and parallel.replicas >= 16 + often:
         message = (
             "%d workers start from random parameters (init: random), with an averaging period of %s: 16 workers lost 13 to "
             "14 points of frame accuracy with 10 minibatches and 0.2 by averaging after every minibatch, but 32 lost 21 even so; "

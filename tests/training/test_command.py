@@ -520,6 +520,8 @@ def test_frozen_layers_are_named(run_cli: RunCli, tmp_path: Path, caplog: pytest
         ("parallel.workers=16 parallel.strategy=1-bit", "averaging period of 10 minibatches"),
         ("parallel.workers=16 parallel.strategy=gradient-all-reduce", ""),
         ("parallel.workers=16 minibatch_scope=total", ""),
+        ("parallel.workers=16 parallel.scale_learning_rate=false", ""),
+        ("parallel.workers=16 parallel.strategy=bmuf", ""),
         ("parallel.workers=16 init=rbm", ""),
     ],
 )
