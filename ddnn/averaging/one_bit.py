@@ -38,20 +38,19 @@ class Stripe:
         means, packed = self._fields(message)
         bits = torch.zeros(8, len(packed), dtype=torch.bool, device=vector.device)
         torch.ge(vector, 0, out=bits.view(-1)[: self.size])
-        for values, positive, mean in self._by_block(vector, bits, means):
-            count = positive.sum(1)
-            mean[:, 0] = values.clamp(max=0).sum(1) / (values.shape[1] - count).clamp(min=1)
-            mean[:, 1] = values.clamp(min=0).sum(1) / count.clamp(min=1)
         torch.sum(bits.view(torch.uint8) << _shifts(packed), 0, dtype=torch.uint8, out=packed)
-        self.add(message, vector, -1)
+        for values, bit, mean in self._by_block(vector, bits.to(vector.dtype), means):
+            count, total, absolute = bit.sum(1), values.sum(1), torch.linalg.vector_norm(values, 1, 1)
+            mean[:, 0] = (total - absolute) / (2 * (values.shape[1] - count).clamp(min=1))
+            mean[:, 1] = (total + absolute) / (2 * count.clamp(min=1))
+            _add(values, bit, mean, -1)
 
-    def add(self, message: Tensor, vector: Tensor, factor: int = 1) -> None:
-        """vector <- vector + factor * what `message` encodes."""
+    def add(self, message: Tensor, vector: Tensor) -> None:
+        """vector <- vector + what `message` encodes."""
         means, packed = self._fields(message)
         bits = (packed >> _shifts(packed)) & 1
-        for values, positive, mean in self._by_block(vector, bits.view(torch.bool), means):
-            bit = positive.to(values.dtype)  # torch.where, for means of one column, is 10 times as slow on CPUs
-            values.addcmul_(bit, mean[:, 1:], value=factor).addcmul_(1 - bit, mean[:, :1], value=factor)
+        for values, bit, mean in self._by_block(vector, bits.to(vector.dtype), means):
+            _add(values, bit, mean)
 
     def _fields(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Views: the means, (units, 2), and the packed bits."""
@@ -75,6 +74,11 @@ def cut_into_stripes(shapes: Iterable[Sequence[int]], number: int) -> list[Strip
     for size, end in zip(sizes, ends, strict=True):
         stripes[(end - 1) * number // ends[-1]].append(size)
     return list(map(Stripe, stripes))
+
+
+def _add(values: Tensor, bit: Tensor, mean: Tensor, factor: int = 1) -> None:
+    """values <- values + factor * what `bit`, 0 or 1, chooses from the two columns of `mean`. torch.where is 10 times as slow on CPUs."""
+    values.add_(mean[:, :1], alpha=factor).addcmul_(bit, mean[:, 1:] - mean[:, :1], value=factor)
 
 
 def _shifts(like: Tensor) -> Tensor:

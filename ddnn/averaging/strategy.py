@@ -138,11 +138,12 @@ def mean_of_deltas(comm: Communicator, delta: Tensor, weight: float, comm_dtype:
 
 
 class Traffic(NamedTuple):
-    """What one worker sends in an averaging."""
+    """What one worker sends in an averaging, and what that costs it."""
 
     messages: int  # one after the other
     models: float  # sizes of the vector
     value_bytes: float | None = None  # of a value of the vector; None: as `comm_dtype` says
+    coding_bytes: float = 0.0  # that are read and written in memory to encode and decode, for each value of the vector
 
     def num_bytes(self, parameters: float, comm_dtype: str) -> float:
         """Of a vector of so many parameters."""

@@ -49,12 +49,13 @@ def simulated_seconds(run: RunRecord, cluster: str, network: str) -> float:
     minibatches = run.epochs * job.frames / (run.workers * job.minibatch)
     job = replace(job, averaging_period=max(1, round(minibatches / max(run.time.averagings, 1e-3))))
     minibatch = minibatch_seconds(machine, job.layers, job.minibatch, Layout())
+    traffic = STRATEGIES[epoch.scheme.strategy].traffic(run.workers)
     constants = Constants(
         job=job,
         minibatch_seconds=minibatch,
         contention_seconds=0.0,
         serial_seconds=0.0,
-        averaging_seconds=0.0,
+        averaging_seconds=traffic.coding_bytes * job.parameters / machine.memory_bandwidth,
         block_std=0.0,
         latency=machine.latency,
         byte_seconds=1.0 / bandwidth,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from distributed.threads import run_workers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training.toy import MINIBATCH, toy_trainer, train_to_end
 from twins import quantized
 from variants import make_optimizer_config, make_parallel_config
@@ -75,6 +78,31 @@ def test_stripes_are_of_whole_units_and_about_equal() -> None:
     sizes = [stripe.num_bytes for stripe in stripes]
     assert max(sizes) - min(sizes) <= 2 * (8 + 512 / 8), "one unit at each end"
     assert all(8 * stripe.num_bytes <= stripe.size + 64 * (stripe.units + 1) for stripe in stripes)
+
+
+class CountMemory(TorchDispatchMode):
+    """Bytes of tensors that PyTorch's operations read and write. What `out=` and `copy_` overwrite counts as read, too: 4 % here."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = op(*args, **(kwargs or {}))
+        inputs, outputs = (
+            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), output)
+        )
+        memory = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        is_view = not op._schema.is_mutable and all(tensor.untyped_storage().data_ptr() in memory for tensor in outputs)
+        self.count += 0 if is_view else sum(tensor.nbytes for tensor in (*inputs, *outputs))
+        return output
+
+
+def test_the_memory_that_coding_reads_and_writes_is_what_forecasts_assume() -> None:
+    shapes = [(500, 500), (500,)]
+    strategy = OneBit(AveragingOptions(strategy="1-bit"), SingleProcess(), shapes)
+    strategy.start(vector := torch.randn(size_of(shapes)))
+    with CountMemory() as memory:
+        strategy.average(vector, 0, 256.0)
+    assert memory.count / len(vector) == pytest.approx(OneBit.traffic(1).coding_bytes, rel=0.05)
 
 
 STEPS = 1000

@@ -7,6 +7,7 @@ import math
 import pytest
 from reproduce.synthetic import epoch, record
 
+from ddnn.averaging.strategies import OneBit
 from ddnn.reproduce.clusters import CLUSTERS, costs, simulated_seconds
 from ddnn.reproduce.entries import TableEntry
 from ddnn.reproduce.runs import RunRecord
@@ -68,6 +69,17 @@ def test_ng_sgd_costs_its_fisher_matrices_and_muon_has_no_formula() -> None:
     assert plain == pytest.approx(simulated_seconds(run(1), "H200, NVLink", NETWORK))
     assert natural / plain == pytest.approx(1.26, abs=0.01)
     assert math.isnan(unknown)
+
+
+def test_encoding_takes_the_time_of_its_passes_over_memory() -> None:
+    base = run(2)
+    assert base.measured is not None
+    one_bit = base.model_copy(update={"measured": base.measured.model_copy(update={"strategy": "1-bit"})})
+    machine, bandwidth = CLUSTERS["H200, NVLink"]
+    coding = OneBit.traffic(2).coding_bytes * PARAMETERS / machine.memory_bandwidth
+    saved = (4 - 1 / 8) * PARAMETERS / bandwidth
+    seconds = [simulated_seconds(one, "H200, NVLink", NETWORK) for one in (base, one_bit)]
+    assert seconds[1] - seconds[0] == pytest.approx(450 * (coding - saved), rel=5e-3)
 
 
 def test_the_costs_of_an_entry_are_means_over_its_runs() -> None:
