@@ -41,6 +41,7 @@ class Stripe:
         torch.sum(bits.view(torch.uint8) << _shifts(packed), 0, dtype=torch.uint8, out=packed)
         for values, bit, mean in self._by_block(vector, bits.to(vector.dtype), means):
             count, total, absolute = bit.sum(1), values.sum(1), torch.linalg.vector_norm(values, 1, 1)
+            # (total - absolute) / 2 is the sum of the negative values, (total + absolute) / 2 that of the others.
             mean[:, 0] = (total - absolute) / (2 * (values.shape[1] - count).clamp(min=1))
             mean[:, 1] = (total + absolute) / (2 * count.clamp(min=1))
             _add(values, bit, mean, -1)
